@@ -23,6 +23,7 @@ from flax_mha import (
 )  # fmt: skip
 from flax_mha.analysis import Factored
 from tests.support import oracle
+from tests.support.arrays import random_variables
 
 B, T, D, N, K, H, V = 2, 6, 12, 4, 2, 4, 9
 RNG = np.random.default_rng(0)
@@ -39,10 +40,6 @@ LAYERS = {
         N, head_dim=H, scale=0.3, rotary=positions.Rotary(scaling=positions.Yarn(4.0, 16))
     ),
 }
-
-
-def random_variables(module: nn.Module, *inputs: Any) -> Any:
-    return oracle.random_like(jax.eval_shape(module.init, jax.random.key(0), *inputs))
 
 
 @pytest.mark.sampled(0.08)

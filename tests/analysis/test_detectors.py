@@ -26,6 +26,7 @@ from flax_mha import (
     variants,
 )  # fmt: skip
 from tests.support import oracle
+from tests.support.arrays import random_variables
 from tests.support.meshes import KINDS, on
 
 B, T, D, N, V = 2, 10, 8, 4, 8
@@ -49,10 +50,6 @@ def language_model(layer: MultiHeadAttention, scan: bool = False) -> LanguageMod
 def detect(model: nn.Module, values: Any, tokens: Any, **options: Any) -> Any:
     call = functools.partial(analysis.detect, model, **options)
     return jax.jit(call)(values, jnp.asarray(tokens))
-
-
-def random_variables(module: nn.Module, *inputs: Any) -> Any:
-    return oracle.random_like(jax.eval_shape(module.init, jax.random.key(0), *inputs))
 
 
 def softmax(s: np.ndarray, allowed: np.ndarray, sinks: np.ndarray | None) -> np.ndarray:

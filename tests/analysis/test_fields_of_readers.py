@@ -21,8 +21,9 @@ from flax_mha import (
     scores,
 )
 from flax_mha.layer.qk_norm import QKNorm
+from tests.support.arrays import random_variables
 from tests.support.layer_parts import PARTS
-from tests.support.oracle import error, random_like
+from tests.support.oracle import error
 
 X, D = np.random.default_rng(0).normal(size=(1, 6, 16)).astype(np.float32), 16
 TOKENS = np.arange(6)[None]
@@ -55,10 +56,6 @@ def test_tables_have_all_fields() -> None:
         assert {x for x in names if not x.endswith("einsum_cls")} - SAME == {*table}
 
 
-def variables_of(module: Any, *inputs: Any) -> Any:
-    return random_like(jax.eval_shape(module.init, jax.random.key(0), *inputs))
-
-
 def read_back(read: Any, *args: Any, **options: Any) -> Any:
     """Return the module that was written. A failure to read it is no refusal to write it."""
     try:
@@ -73,20 +70,20 @@ def differ(written: Any, read: Any, module: Any, values: Any, x: Any = X) -> flo
 
 
 def by_torch(module: Any) -> float:
-    values = variables_of(module, X)
+    values = random_variables(module, X)
     options: Any = {"norm_first": True, "activation": "gelu", "layer_norm_eps": 1e-6}
     back, read = read_back(interop.from_torch, interop.to_torch(module, values), 4, **options)
     return differ(back, read, module, values)
 
 
 def by_keras(layer: Any) -> float:
-    values = variables_of(layer, X)
+    values = random_variables(layer, X)
     back, read = read_back(interop.from_layer, interop.to_layer(layer, values, "keras"), 4)
     return differ(back, read, layer, values)
 
 
 def by_ov(layer: Any) -> float:
-    values = variables_of(layer, X[:, :1])
+    values = random_variables(layer, X[:, :1])
 
     @jax.jit
     def both() -> Any:
@@ -101,7 +98,7 @@ def by_ov(layer: Any) -> float:
 
 
 def by_qk(layer: Any) -> float:
-    values = variables_of(layer, X[:, :1])
+    values = random_variables(layer, X[:, :1])
     watched = layer.clone(capture=Capture(("scores",)))
 
     @jax.jit
@@ -117,7 +114,7 @@ def by_qk(layer: Any) -> float:
 def by_logits(part: Any) -> float:
     block = DecoderBlock(part, 24) if isinstance(part, MultiHeadAttention) else part
     model = LanguageModel(models.TokenEmbedding(11, D), Decoder(2, block))
-    values = variables_of(model, TOKENS)
+    values = random_variables(model, TOKENS)
 
     @jax.jit
     def both() -> Any:
@@ -130,7 +127,7 @@ def by_logits(part: Any) -> float:
 
 
 def by_pruning(layer: Any) -> float:
-    values = variables_of(layer, X)
+    values = random_variables(layer, X)
     keep = np.array([0.0, 0, 1, 1], np.float32)
 
     @jax.jit

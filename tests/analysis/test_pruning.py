@@ -13,7 +13,6 @@ from flax_mha import MultiHeadAttention, QKNorm, masks, scores, variants
 from flax_mha.analysis import prune
 from flax_mha.positions import Rotary
 from tests.analysis.pruning_cases import KEY, RNG, D, N, T, X, drawn
-from tests.support.decoding import decoded
 from tests.support.oracle import error, random_like
 
 TABLE = RNG.random((1, N, T, T)) < 0.7
@@ -123,16 +122,6 @@ def test_keys_and_values_are_repeated_for_uneven_groups(name: str) -> None:
     small = check_layer(*REPEATED[name], repeat_kv=True)
     if name == "repeated in pairs":
         assert (small.num_heads, small.num_kv_heads) == (6, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["everything", "latent", "forgetting", "differential groups"])
-def test_a_pruned_layer_decodes(name: str) -> None:
-    layer, removed = LAYERS[name]
-    layer = layer.clone(mask=masks.Causal())
-    small, fewer = prune(layer, drawn(layer, X), {"": removed})
-    steps = decoded(small.clone(decode=True), fewer, X, (3, 1, 2))
-    assert error(steps, jax.jit(small.apply)(fewer, X)) < 1e-5
 
 
 class TwoLayers(nnx.Module):

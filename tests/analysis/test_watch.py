@@ -28,7 +28,7 @@ from flax_mha import (
     variants,
 )  # fmt: skip
 from tests.analysis.watched_models import PATHS, InSetup, Made
-from tests.support import oracle
+from tests.support.arrays import random_variables
 
 B, T, D, N = 2, 5, 8, 2
 X = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
@@ -40,7 +40,7 @@ Z, WEIGHTS = Capture(("z",)), Capture(("weights",))
 def paths(model: nn.Module, *inputs: Any) -> list[str]:
     """Return the paths of modules that sow z, after a check that outputs stay the same."""
     watched = analysis.watch(model, Z)
-    values = oracle.random_like(jax.eval_shape(model.init, jax.random.key(0), *inputs))
+    values = random_variables(model, *inputs)
 
     def run(values: Any, *inputs: Any) -> Any:
         return watched.apply(values, *inputs, mutable="intermediates"), model.apply(values, *inputs)
@@ -107,7 +107,7 @@ def test_layers_made_in_calls_capture(kind: Any, way: str) -> None:
     """In setup, compact methods and transformations, of this library or swapped."""
     plain = kind(nn.MultiHeadDotProductAttention)
     model = kind() if way == "own" else interop.swap(plain)
-    values = oracle.random_like(jax.eval_shape(plain.init, jax.random.key(0), TOKENS))
+    values = random_variables(plain, TOKENS)
     watched = analysis.watch(model, WEIGHTS)
     run = jax.jit(functools.partial(watched.apply, mutable="intermediates"))
     out, sown = run(values, TOKENS)

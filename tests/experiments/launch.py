@@ -83,6 +83,12 @@ class Processes:
         end = time.monotonic() + PATIENCE
         return [process.wait(max(0.0, end - time.monotonic())) for process in self.all]
 
+    def end(self, code: int = 0) -> list[str]:
+        """Wait, check the exit codes, and return what each process said."""
+        codes, said = self.wait(), [self.said(i) for i in range(len(self.all))]
+        assert codes == [code] * len(said), "\n".join(said)
+        return said
+
     def until(self, happened: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE
         while not happened():

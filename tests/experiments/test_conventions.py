@@ -1,6 +1,5 @@
 """The tables of docs/conventions.md are complete, and installed packages do what they say."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,18 +7,6 @@ import pytest
 from experiments.measure import __main__ as measure
 from experiments.measure.conventions import cells, compare
 from experiments.measure.conventions.libraries import LIBRARIES
-
-# What cells of these columns begin with.
-ROW = r"mean of|NaN|0|as without mask|–"
-WORDS = {
-    "True": "attends|hides|–",
-    "numbers": "added|inverted|refused|–",
-    "no key": ROW,
-    "−inf": ROW,
-    "finfo.min": ROW,
-    "NaN": "leaks",
-    "groups": r"n // G|n % K|refused|–",
-}  # fmt: skip
 
 
 def test_every_measured_cell_is_on_the_page() -> None:
@@ -30,14 +17,6 @@ def test_every_measured_cell_is_on_the_page() -> None:
                    if not needed or needed in library.accepts}  # fmt: skip
         columns |= {"biases", "deviation of q"} if library.layer else set()
         assert columns <= record[name].keys(), name
-
-
-def test_cells_of_the_page_have_known_words() -> None:
-    record = compare.tables("library")
-    assert len(record) >= 51
-    for name, row in record.items():
-        for column in row.keys() & WORDS.keys():
-            assert re.match(WORDS[column], row[column]), (name, column, row[column])
 
 
 @pytest.mark.slow

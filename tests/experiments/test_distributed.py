@@ -28,8 +28,7 @@ def test_two_processes_train_stop_and_resume_as_one(
     config.steps, config.mesh.data, config.mesh.model = 12, -1, 2
     flags = settings(config)
     with together(2, tmp_path / "1", *flags, f"--workdir={tmp_path / 'whole'}") as processes:
-        assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
-        first, other = processes.said(0), processes.said(1)
+        first, other = processes.end()
     assert "data=2, fsdp=1, model=2, context=1; 2 processes" in first
     assert first.splitlines()[-1].startswith("test accuracy")
     assert "accuracy" not in other
@@ -46,15 +45,14 @@ def test_two_processes_train_stop_and_resume_as_one(
     with together(2, tmp_path / "2", *flags, f"--workdir={parts}") as processes:
         processes.until((parts / "run.json").exists)  # They are connected now, and compile.
         processes.all[1].send_signal(signal.SIGTERM)
-        assert processes.wait() == [75, 75], processes.said(0) + processes.said(1)
-        assert "stopped at step" in processes.said(0)
-        assert f"to go on: --workdir={parts}" in processes.said(0)
+        first, _ = processes.end(75)
+        assert "stopped at step" in first
+        assert f"to go on: --workdir={parts}" in first
     stopped = log.read(parts)[-1]["step"]
     assert stopped < config.steps
     assert [int(path.name) for path in (parts / "checkpoints").iterdir()] == [stopped]
     with together(2, tmp_path / "3", f"--workdir={parts}") as processes:
-        assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
-        assert "resuming" in processes.said(0)
+        assert "resuming" in processes.end()[0]
     assert log.read(parts) == whole
     ends = [numbers(restored(built, path)[0]) for path in (parts, tmp_path / "whole")]
     assert ends[0].step == config.steps
@@ -76,10 +74,8 @@ def test_four_processes_resume_run_of_eight_devices(config: ConfigDict, tmp_path
     sizes = {"data": 1, "fsdp": 2, "model": 1, "context": 4}
     flags = [f"--config.mesh.{axis}={size}" for axis, size in sizes.items()]
     with together(4, tmp_path / "logs", *flags, f"--workdir={half}") as processes:
-        codes = processes.wait()
-        said = [processes.said(i) for i in range(4)]
-    assert codes == [0] * 4, "\n".join(said)
-    assert "data=1, fsdp=2, model=1, context=2, ulysses=2; 4 processes" in said[0]
+        first, *_ = processes.end()
+    assert "data=1, fsdp=2, model=1, context=2, ulysses=2; 4 processes" in first
     np.testing.assert_allclose(losses(log.read(half)), losses(whole.rows), rtol=0, atol=1e-5)
 
 
@@ -128,9 +124,8 @@ def test_hosts_with_different_configs_do_not_start(config: ConfigDict, tmp_path:
         2, tmp_path / "logs", *settings(config), f"--workdir={tmp_path / 'run'}",
         each=lambda i: [f"--config.optimizer.b2=0.9{i + 1}"],
     ) as processes:  # fmt: skip
-        assert processes.wait() == [1, 1], processes.said(0) + processes.said(1)
-        for i in range(2):
-            last = processes.said(i).splitlines()[-1]
+        for said in processes.end(1):
+            last = said.splitlines()[-1]
             assert last.startswith("error: all processes need the same config and data, and ")
             assert "optimizer.b2 is 0.91 at process 0 and 0.92 at process 1" in last
     assert not (tmp_path / "run").exists()

@@ -14,34 +14,20 @@ from experiments.common.failures import RunError
 from experiments.convert import convert
 from experiments.trained import pretrained
 from flax_mha import generate, interop
+from tests.interop.test_files import variables
+from tests.interop.test_published_checkpoints import BERT, T5
 from tests.support import pages
-from tests.support.oracle import random_like
 
-SIZES = {
-    "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 48,
-}  # fmt: skip
-QWEN: dict[str, Any] = SIZES | {
-    "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e6,
-}  # fmt: skip
-T5: dict[str, Any] = {
-    "model_type": "t5", "vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1,
-    "num_decoder_layers": 1, "num_heads": 4, "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 20, "layer_norm_epsilon": 1e-6, "dense_act_fn": "relu",
-    "is_gated_act": False, "tie_word_embeddings": True, "decoder_start_token_id": 0,
-}  # fmt: skip
-BERT: dict[str, Any] = SIZES | {
-    "model_type": "bert", "hidden_act": "gelu", "max_position_embeddings": 16,
-    "type_vocab_size": 2, "layer_norm_eps": 1e-12,
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e6,
 }  # fmt: skip
 
 
 def folder_of(config: dict[str, Any], path: Path) -> Path:
     """Save a model with random weights, and return its folder."""
-    family = interop.family(config)
-    variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
-    interop.save(config, variables, path)
+    interop.save(config, variables(config), path)
     return path
 
 
@@ -87,7 +73,7 @@ def test_ids_prompt_generates_ids(qwen: Path, tmp_path: Path) -> None:
     for name, eos in (("one", tokens[at]), ("several", [never, tokens[at]])):
         folder = changed(qwen, tmp_path / name, eos_token_id=eos)
         assert said(folder, "12 7 40", max_new_tokens=24) == " ".join(map(str, tokens[:at]))
-    folder = folder_of(T5, tmp_path / "t5")
+    folder = folder_of(T5 | {"decoder_start_token_id": 0}, tmp_path / "t5")
     want = written(folder, [5, 3, 9], 4, start=0)
     assert said(folder, "5 3 9", max_new_tokens=4) == " ".join(map(str, want))
 

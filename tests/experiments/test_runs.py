@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from experiments.common.failures import RunError
 from experiments.runs import config as run_config
-from experiments.runs import folders, hosts, log
+from experiments.runs import folders, log
 from experiments.runs.config import Asked
 from experiments.runs.log import Log
 from experiments.trainer.checkpoints import Checkpoints
@@ -109,12 +109,6 @@ def test_configs_are_checked(config: ConfigDict, changes: dict[str, Any], messag
     config.update_from_flattened_dict(changes)
     with pytest.raises(RunError, match=message):
         run_config.check(config)
-
-
-def test_no_process_goes_on_if_one_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "_gather", lambda text: [text, "its own reason"])
-    with pytest.raises(RunError, match="its own reason"):
-        hosts.all_or_none(lambda: 7)
 
 
 def test_log_drops_rows_beyond_its_checkpoint_and_damaged_lines(

@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 
 from flax_mha import interop
+from tests.interop.odd_configs import LLAMA3
 
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(3, 64, (2, 11))
@@ -23,10 +24,6 @@ TEXT: dict[str, Any] = {
 TOWER = {name: TEXT[name] for name in list(TEXT)[1:5]} | {"image_size": 16, "patch_size": 4}
 DINO = {name: x for name, x in TOWER.items() if name != "intermediate_size"}
 DECODER = TEXT | {"num_key_value_heads": 2, "head_dim": 16}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8,
-}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 8
 }  # fmt: skip
@@ -74,129 +71,162 @@ class Case(NamedTuple):
     ours: tuple[Any, ...]
 
 
-def text(model: Any, config: Any) -> Case:
-    return Case(model, config, {"input_ids": IDS}, (IDS,))
+def case(model: Any, given: dict[str, Any], **config: Any) -> Case:
+    """Return a case of images and sound with their channels last for ours, in this order."""
+    ours = (np.moveaxis(x, 1, -1) if x.dtype == np.float32 else x for x in given.values())
+    return Case(model, model.config_class(**config), given, tuple(ours))
 
 
-def towers(model: Any, config: Any) -> Case:
-    given = {"input_ids": IDS, "pixel_values": IMAGES}
-    return Case(model, config, given, (IMAGES.transpose(0, 2, 3, 1), IDS))
+def text(model: Any, **config: Any) -> Case:
+    return case(model, {"input_ids": IDS}, **config)
 
 
-def image(model: Any, config: Any) -> Case:
-    return Case(model, config, {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),))
+def towers(model: Any, **config: Any) -> Case:
+    return case(model, {"pixel_values": IMAGES, "input_ids": IDS}, **config)
+
+
+def image(model: Any, **config: Any) -> Case:
+    return case(model, {"pixel_values": IMAGES}, **config)
+
+
+def texts(model: Any, **config: Any) -> Case:
+    return case(model, {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}, **config)
+
+
+def sound(**config: Any) -> Case:
+    given = {"input_features": SOUND, "decoder_input_ids": IDS}
+    return case(hf.WhisperForConditionalGeneration, given, **WHISPER, **config)
 
 
 both = {"text_config": TEXT, "vision_config": TOWER}
 CASES = {
-    "bert": text(hf.BertModel, hf.BertConfig(**TEXT)),
-    "roberta": text(hf.RobertaModel, hf.RobertaConfig(**TEXT)),
-    "modernbert": text(
-        hf.ModernBertModel, hf.ModernBertConfig(**MODERN, norm_bias=True, mlp_bias=True)
-    ),
+    "bert": text(hf.BertModel, **TEXT),
+    "roberta": text(hf.RobertaModel, **TEXT),
+    "modernbert": text(hf.ModernBertModel, **MODERN, norm_bias=True, mlp_bias=True),
     "modernbert classifies": text(
         hf.ModernBertForSequenceClassification,
-        hf.ModernBertConfig(**MODERN, num_labels=3, classifier_pooling="mean"),
+        **MODERN,
+        num_labels=3,
+        classifier_pooling="mean",
     ),
-    "distilbert": text(hf.DistilBertModel, hf.DistilBertConfig(
-        vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64
-    )),
-    "bert classifies": text(
-        hf.BertForSequenceClassification, hf.BertConfig(**TEXT, num_labels=3)
+    "distilbert": text(
+        hf.DistilBertModel,
+        vocab_size=64,
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        hidden_dim=48,
+        max_position_embeddings=64,
     ),
-    "roberta classifies": text(
-        hf.RobertaForSequenceClassification, hf.RobertaConfig(**TEXT, num_labels=2)
-    ),
+    "bert classifies": text(hf.BertForSequenceClassification, **TEXT, num_labels=3),
+    "roberta classifies": text(hf.RobertaForSequenceClassification, **TEXT, num_labels=2),
     "distilbert classifies": text(
-        hf.DistilBertForSequenceClassification, hf.DistilBertConfig(
-            vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=48, num_labels=5,
-            max_position_embeddings=64,
-        ),
+        hf.DistilBertForSequenceClassification,
+        vocab_size=64,
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        hidden_dim=48,
+        num_labels=5,
+        max_position_embeddings=64,
     ),
-    "vit classifies": image(hf.ViTForImageClassification, hf.ViTConfig(**TOWER, num_labels=7)),
-    "deit classifies": image(hf.DeiTForImageClassification, hf.DeiTConfig(**TOWER, num_labels=2)),
-    "vit": image(hf.ViTModel, hf.ViTConfig(**TOWER)),
-    "deit": image(hf.DeiTModel, hf.DeiTConfig(**TOWER)),
-    "dinov2": image(hf.Dinov2Model, hf.Dinov2Config(**DINO)),
-    "dinov2 gated": image(
-        hf.Dinov2Model, hf.Dinov2Config(**DINO, use_swiglu_ffn=True, qkv_bias=False)
-    ),
+    "vit classifies": image(hf.ViTForImageClassification, **TOWER, num_labels=7),
+    "deit classifies": image(hf.DeiTForImageClassification, **TOWER, num_labels=2),
+    "vit": image(hf.ViTModel, **TOWER),
+    "deit": image(hf.DeiTModel, **TOWER),
+    "dinov2": image(hf.Dinov2Model, **DINO),
+    "dinov2 gated": image(hf.Dinov2Model, **DINO, use_swiglu_ffn=True, qkv_bias=False),
     "dinov2, registers": image(
         hf.Dinov2WithRegistersModel,
-        hf.Dinov2WithRegistersConfig(**DINO, num_register_tokens=2, use_swiglu_ffn=True),
+        **DINO,
+        num_register_tokens=2,
+        use_swiglu_ffn=True,
     ),
     "dinov2, registers, classifies": image(
         hf.Dinov2WithRegistersForImageClassification,
-        hf.Dinov2WithRegistersConfig(**DINO, num_register_tokens=2, num_labels=3),
+        **DINO,
+        num_register_tokens=2,
+        num_labels=3,
     ),
-    "dinov3": image(hf.DINOv3ViTModel, hf.DINOv3ViTConfig(**TOWER, num_register_tokens=2)),
+    "dinov3": image(hf.DINOv3ViTModel, **TOWER, num_register_tokens=2),
     "dinov3 gated": image(
         hf.DINOv3ViTModel,
-        hf.DINOv3ViTConfig(**TOWER, use_gated_mlp=True, hidden_act="silu", key_bias=True),
+        **TOWER,
+        use_gated_mlp=True,
+        hidden_act="silu",
+        key_bias=True,
     ),
-    "clip": towers(hf.CLIPModel, hf.CLIPConfig(**both, projection_dim=16)),
-    "siglip": towers(hf.SiglipModel, hf.SiglipConfig(**both)),
-    "gpt2": text(hf.GPT2LMHeadModel, hf.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
+    "clip": towers(hf.CLIPModel, **both, projection_dim=16),
+    "siglip": towers(hf.SiglipModel, **both),
+    "gpt2": text(
+        hf.GPT2LMHeadModel,
+        vocab_size=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
         eos_token_id=2,
-    )),
-    "gpt-neox": text(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(
-        **TEXT, rope_parameters={
-            "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5
-        },
-    )),
-    "gpt-neox in turn": text(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(
-        **TEXT, use_parallel_residual=False, attention_bias=False, hidden_act="gelu_fast"
-    )),
-    "t5": Case(
-        hf.T5ForConditionalGeneration, hf.T5Config(**T5),
-        {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}, (IDS, IDS[:, :7]),
     ),
-    "t5 1.1": Case(
+    "gpt-neox": text(
+        hf.GPTNeoXForCausalLM,
+        **TEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    ),
+    "gpt-neox in turn": text(
+        hf.GPTNeoXForCausalLM,
+        **TEXT,
+        use_parallel_residual=False,
+        attention_bias=False,
+        hidden_act="gelu_fast",
+    ),
+    "t5": texts(hf.T5ForConditionalGeneration, **T5),
+    "t5 1.1": texts(
         hf.T5ForConditionalGeneration,
-        hf.T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
-        {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}, (IDS, IDS[:, :7]),
+        **T5,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
     ),
-    "mt5": Case(
-        hf.MT5ForConditionalGeneration, hf.MT5Config(**T5),
-        {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}, (IDS, IDS[:, :7]),
+    "mt5": texts(hf.MT5ForConditionalGeneration, **T5),
+    "whisper": sound(),
+    "llama": text(hf.LlamaForCausalLM, **DECODER, rope_parameters=LLAMA3),
+    "mistral": text(hf.MistralForCausalLM, **DECODER, sliding_window=3),
+    "qwen2": text(hf.Qwen2ForCausalLM, **TEXT, num_key_value_heads=2),
+    "qwen3": text(hf.Qwen3ForCausalLM, **DECODER, tie_word_embeddings=True, rope_parameters=YARN),
+    "olmo2": text(hf.Olmo2ForCausalLM, **TEXT, num_key_value_heads=2),
+    "gemma2": text(hf.Gemma2ForCausalLM, **DECODER, sliding_window=3, query_pre_attn_scalar=24),
+    "gemma3": text(hf.Gemma3ForCausalLM, **DECODER, **LOCAL, rope_parameters=BOTH),
+    "gemma4": text(hf.Gemma4ForCausalLM, **GEMMA4, attention_k_eq_v=True),
+    "gemma4, values": text(
+        hf.Gemma4ForCausalLM,
+        **GEMMA4,
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=False,
+        attention_bias=True,
     ),
-    "whisper": Case(
-        hf.WhisperForConditionalGeneration, hf.WhisperConfig(**WHISPER),
-        {"input_features": SOUND, "decoder_input_ids": IDS}, (SOUND.transpose(0, 2, 1), IDS),
-    ),
-    "llama": text(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=LLAMA3)),
-    "mistral": text(hf.MistralForCausalLM, hf.MistralConfig(**DECODER, sliding_window=3)),
-    "qwen2": text(hf.Qwen2ForCausalLM, hf.Qwen2Config(**TEXT, num_key_value_heads=2)),
-    "qwen3": text(hf.Qwen3ForCausalLM, hf.Qwen3Config(
-        **DECODER, tie_word_embeddings=True, rope_parameters=YARN
-    )),
-    "olmo2": text(hf.Olmo2ForCausalLM, hf.Olmo2Config(**TEXT, num_key_value_heads=2)),
-    "gemma2": text(hf.Gemma2ForCausalLM, hf.Gemma2Config(
-        **DECODER, sliding_window=3, query_pre_attn_scalar=24
-    )),
-    "gemma3": text(hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(
-        **DECODER, **LOCAL, rope_parameters=BOTH
-    )),
-    "gemma4": text(hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True)),
-    "gemma4, values": text(hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(
-        **GEMMA4, final_logit_softcapping=3.0, tie_word_embeddings=False, attention_bias=True
-    )),
     # A limit that many features reach.
-    "gpt-oss": text(hf.GptOssForCausalLM, hf.GptOssConfig(
-        **EXPERTS, sliding_window=3, swiglu_limit=0.5, rope_parameters=YARN | {"truncate": False}
-    )),
-    "deepseek-v3": text(hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(
-        **DEEPSEEK, rope_parameters=SCALED_YARN
-    )),
-    "deepseek-v3, plain queries": text(hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(
-        **DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}, rope_interleave=False
-    )),
-    "mixtral": text(hf.MixtralForCausalLM, hf.MixtralConfig(**EXPERTS)),
-    "qwen3-moe": text(hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(
-        **DECODER, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20
-    )),
-}  # fmt: skip
+    "gpt-oss": text(
+        hf.GptOssForCausalLM,
+        **EXPERTS,
+        sliding_window=3,
+        swiglu_limit=0.5,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+    "deepseek-v3": text(hf.DeepseekV3ForCausalLM, **DEEPSEEK, rope_parameters=SCALED_YARN),
+    "deepseek-v3, plain queries": text(
+        hf.DeepseekV3ForCausalLM,
+        **DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+        rope_interleave=False,
+    ),
+    "mixtral": text(hf.MixtralForCausalLM, **EXPERTS),
+    "qwen3-moe": text(
+        hf.Qwen3MoeForCausalLM,
+        **DECODER,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+    ),
+}
 
 
 # Rows of 11 tokens are longer than these.
@@ -207,56 +237,59 @@ LONGROPE = {
 }  # fmt: skip
 # Model types and settings that share a table with one of the above.
 ALIASES = {
-    "xlm-roberta": text(hf.XLMRobertaModel, hf.XLMRobertaConfig(**TEXT)),
-    "camembert": text(hf.CamembertModel, hf.CamembertConfig(**TEXT)),
-    "ernie": text(hf.ErnieModel, hf.ErnieConfig(**TEXT)),
-    "data2vec-text": text(hf.Data2VecTextModel, hf.Data2VecTextConfig(**TEXT)),
-    "electra": text(hf.ElectraModel, hf.ElectraConfig(**TEXT, embedding_size=32)),
+    "xlm-roberta": text(hf.XLMRobertaModel, **TEXT),
+    "camembert": text(hf.CamembertModel, **TEXT),
+    "ernie": text(hf.ErnieModel, **TEXT),
+    "data2vec-text": text(hf.Data2VecTextModel, **TEXT),
+    "electra": text(hf.ElectraModel, **TEXT, embedding_size=32),
     "electra classifies": text(
         hf.ElectraForSequenceClassification,
-        hf.ElectraConfig(**TEXT, embedding_size=32, num_labels=3),
+        **TEXT,
+        embedding_size=32,
+        num_labels=3,
     ),
-    "vit-msn": image(hf.ViTMSNModel, hf.ViTMSNConfig(**TOWER)),
-    "dinov3 without biases": image(
-        hf.DINOv3ViTModel, hf.DINOv3ViTConfig(**TOWER, mlp_bias=False, use_gated_mlp=True)
-    ),
-    "clip's images": image(hf.CLIPVisionModel, hf.CLIPVisionConfig(**TOWER)),
-    "clip's texts": text(hf.CLIPTextModel, hf.CLIPTextConfig(**TEXT)),
-    "clip's texts to their end": text(
-        hf.CLIPTextModel, hf.CLIPTextConfig(**TEXT | {"eos_token_id": int(IDS[1, 3])})
-    ),
-    "siglip's images": image(hf.SiglipVisionModel, hf.SiglipVisionConfig(**TOWER)),
-    "siglip's texts": text(hf.SiglipTextModel, hf.SiglipTextConfig(**TEXT)),
-    "whisper scaled": Case(
-        hf.WhisperForConditionalGeneration, hf.WhisperConfig(**WHISPER, scale_embedding=True),
-        {"input_features": SOUND, "decoder_input_ids": IDS}, (SOUND.transpose(0, 2, 1), IDS),
-    ),
-    "ministral": text(hf.MinistralForCausalLM, hf.MinistralConfig(
-        **DECODER, sliding_window=3,
+    "vit-msn": image(hf.ViTMSNModel, **TOWER),
+    "dinov3 without biases": image(hf.DINOv3ViTModel, **TOWER, mlp_bias=False, use_gated_mlp=True),
+    "clip's images": image(hf.CLIPVisionModel, **TOWER),
+    "clip's texts": text(hf.CLIPTextModel, **TEXT),
+    "clip's texts to their end": text(hf.CLIPTextModel, **TEXT | {"eos_token_id": int(IDS[1, 3])}),
+    "siglip's images": image(hf.SiglipVisionModel, **TOWER),
+    "siglip's texts": text(hf.SiglipTextModel, **TEXT),
+    "whisper scaled": sound(scale_embedding=True),
+    "ministral": text(
+        hf.MinistralForCausalLM,
+        **DECODER,
+        sliding_window=3,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    )),
-    "smollm3": text(hf.SmolLM3ForCausalLM, hf.SmolLM3Config(
-        **DECODER, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=3
-    )),
-    "qwen2 late windows": text(hf.Qwen2ForCausalLM, hf.Qwen2Config(
-        **TEXT, num_key_value_heads=2, use_sliding_window=True, sliding_window=3,
-        max_window_layers=1,
-    )),
-    "llama, mscale": text(
-        hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=SCALED_YARN)
     ),
-    "llama, dynamic": text(hf.LlamaForCausalLM, hf.LlamaConfig(
+    "smollm3": text(
+        hf.SmolLM3ForCausalLM,
+        **DECODER,
+        no_rope_layer_interval=2,
+        use_sliding_window=True,
+        sliding_window=3,
+    ),
+    "qwen2 late windows": text(
+        hf.Qwen2ForCausalLM,
+        **TEXT,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=3,
+        max_window_layers=1,
+    ),
+    "llama, mscale": text(hf.LlamaForCausalLM, **DECODER, rope_parameters=SCALED_YARN),
+    "llama, dynamic": text(
+        hf.LlamaForCausalLM,
         **DECODER | {"max_position_embeddings": 6},
         rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
-    )),
-    "llama, longrope": text(
-        hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=LONGROPE)
     ),
-    "llama, longrope of short rows": text(hf.LlamaForCausalLM, hf.LlamaConfig(
+    "llama, longrope": text(hf.LlamaForCausalLM, **DECODER, rope_parameters=LONGROPE),
+    "llama, longrope of short rows": text(
+        hf.LlamaForCausalLM,
         **DECODER,
         rope_parameters=LONGROPE | {"original_max_position_embeddings": 16, "factor": 4.0},
-    )),
-}  # fmt: skip
+    ),
+}
 
 
 def make(case: Case) -> Any:
@@ -276,8 +309,11 @@ def make(case: Case) -> Any:
 
 @functools.cache
 def pair(name: str) -> tuple[Any, Any, Any]:
+    return loaded(make((CASES | ALIASES)[name]))
+
+
+def loaded(theirs: Any) -> tuple[Any, Any, Any]:
     """Return a model, and ours with its variables, loaded from a folder that it saved."""
-    theirs = make((CASES | ALIASES)[name])
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         module, variables = interop.load(folder)

@@ -1,7 +1,6 @@
 """Attention layers of other libraries, with random arrays, and their inputs."""
 
 import importlib
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_mha import positions, scores
+from tests.support import oracle
 
 D, N = 16, 4
 RNG = np.random.default_rng(0)
@@ -57,23 +57,23 @@ def of_torch(make: Callable[[Any], Any], given: Any = (X, X, X), call: Any = Non
 
 def d2l() -> Theirs:
     """Build the layer of "Dive into Deep Learning", section 11.5, without its package."""
+    names = {"query": "W_q", "key": "W_k", "value": "W_v", "out": "W_o"}
+    shapes = {}
+    for name, features in zip(names.values(), (D, 12, 20, 24), strict=True):
+        shapes |= {f"{name}.weight": np.empty((24, features)), f"{name}.bias": np.empty(24)}
 
-    def make(torch: Any) -> Any:
-        module = torch.nn.Module()
-        for name, features in zip(("W_q", "W_k", "W_v", "W_o"), (D, 12, 20, 24), strict=True):
-            setattr(module, name, torch.nn.Linear(features, 24))
-        module.W_o = torch.nn.Linear(24, 24)
-        return module
+    def run(arrays: Any, *given: Any) -> np.ndarray:
+        p = {
+            name: {
+                "kernel": arrays[f"{own}.weight"].T.reshape(-1, N, 6),
+                "bias": arrays[f"{own}.bias"].reshape(N, 6),
+            }
+            for name, own in names.items()
+        }
+        p["out"] = {"kernel": arrays["W_o.weight"].T.reshape(N, 6, 24), "bias": arrays["W_o.bias"]}
+        return oracle.multi_head(p, *given)[0]
 
-    def call(own: Any, queries: Any, keys: Any, values: Any) -> Any:
-        q, k, v = (
-            f(x).reshape(len(x), x.shape[1], N, -1).transpose(1, 2)
-            for f, x in zip((own.W_q, own.W_k, own.W_v), (queries, keys, values), strict=True)
-        )
-        weights = (q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])).softmax(-1)
-        return own.W_o((weights @ v).transpose(1, 2).reshape(*queries.shape[:2], -1))
-
-    return of_torch(make, (X, K, V), call)
+    return Theirs(random(shapes), run, (X, K, V))
 
 
 def timm(**options: Any) -> Theirs:
@@ -223,35 +223,24 @@ def mlx(**options: Any) -> Theirs:
     return Theirs(random(arrays), run, given)
 
 
-def maxtext(kv_heads: int = 2, head_dim: int = 6) -> Theirs:
+def maxtext() -> Theirs:
     """MaxText's layer by its equations, with rotary and norms, as its package needs an accelerator.
 
     The scores have no scale. Source: maxtext 0.2.5, `layers/attentions.py` and `embeddings.py`.
     """
-    names = {"query": (D, N), "key": (D, kv_heads), "value": (D, kv_heads)}
-    shapes = {f"{name}/kernel": (*sizes, head_dim) for name, sizes in names.items()}
-    shapes |= {f"{name}/bias": (sizes[1], head_dim) for name, sizes in names.items()}
-    shapes |= {f"{name}_norm/scale": (head_dim,) for name in ("query", "key")}
-    shapes["out/kernel"] = (N, head_dim, D)
-    arrays = random({name: np.empty(shape) for name, shape in shapes.items()})
+    shapes: dict[str, tuple[int, ...]] = {"out/kernel": (N, 6, D)}
+    for name, heads in {"query": N, "key": 2, "value": 2}.items():
+        shapes |= {f"{name}/kernel": (D, heads, 6), f"{name}/bias": (heads, 6)}
+    shapes |= {f"{name}_norm/scale": (6,) for name in ("query", "key")}
 
     def run(arrays: Any, x: Any) -> np.ndarray:
-        p = {name: x.astype(np.float64) for name, x in arrays.items()}
-        angles = np.arange(5)[:, None, None] / 1e4 ** (np.arange(0, head_dim, 2) / head_dim)
+        p = unflatten_dict(arrays, sep="/")
 
-        def project(name: str) -> np.ndarray:
-            y = np.einsum("btd,dnh->btnh", x, p[f"{name}/kernel"]) + p[f"{name}/bias"]
-            if name == "value":
-                return np.repeat(y, N // kv_heads, 2)
-            y /= np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5)
-            a, b = np.split(y * p[f"{name}_norm/scale"], 2, -1)
-            sin, cos = np.sin(angles), np.cos(angles)
-            y = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-            return np.repeat(y, N // y.shape[2], 2)
+        def turn(*qk: Any) -> list[np.ndarray]:
+            normed = map(oracle.rms_norm, (p["query_norm"], p["key_norm"]), qk, (1e-5, 1e-5))
+            return [oracle.rotary(y, np.arange(5)) for y in normed]
 
-        q, k, v = map(project, ("query", "key", "value"))
-        weights = np.exp(np.einsum("btnh,bsnh->bnts", q, k))
-        weights /= weights.sum(-1, keepdims=True)
-        return np.einsum("bnts,bsnh,nhd->btd", weights, v, p["out/kernel"])
+        return oracle.multi_head(p, x, turn=turn, scale=1.0)[0]
 
+    arrays = random({name: np.empty(shape) for name, shape in shapes.items()})
     return Theirs(arrays, run, (X,), fields={"rotary": positions.Rotary()})

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from flax_mha import interop
-from flax_mha.interop import neutral, safetensors
+from flax_mha.interop import neutral
 from tests.interop.odd_configs import CONFIGS
-from tests.interop.test_files import CONFIG, variables
+from tests.interop.test_files import CONFIG, saved, variables
 from tests.interop.test_published_checkpoints import GPT2, LLAMA, T5
 from tests.interop.written import write
 
@@ -104,6 +104,26 @@ def test_default_settings_of_transformers_are_neutral() -> None:
                 assert meaning(config | {name: part | beside}) == meaning(config)
 
 
+YARN = CONFIGS["deepseek_v3"]["rope_scaling"]
+# Keys of published configs that `transformers` does not write.
+PUBLISHED: dict[str, Config] = {
+    "modernbert": {
+        "gradient_checkpointing": False, "position_embedding_type": "absolute",
+        "reference_compile": True, "repad_logits_with_grad": False, "torch_dtype": "float32",
+    },
+    "deepseek_v3": {
+        "aux_loss_alpha": 0.001, "ep_size": 1, "seq_aux": True, "torch_dtype": "bfloat16",
+        "rope_scaling": {name.replace("rope_type", "type"): x for name, x in YARN.items()},
+    },
+    "gemma4": {"use_bidirectional_attention": "vision"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_of_published_configs_are_neutral(name: str) -> None:
+    assert meaning(CONFIGS[name] | PUBLISHED[name]) == meaning(CONFIGS[name])
+
+
 LAYERS = ["sliding_attention", "full_attention"]
 WINDOWS = CONFIG | {"sliding_window": 4, "layer_types": LAYERS}
 GEMMA = CONFIG | {"model_type": "gemma3_text", "sliding_window": 4, "rope_local_base_freq": 1e4}
@@ -113,6 +133,10 @@ SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings"
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (CONFIG | {"model_type": "mamba"}, "model_type must be one of"),
+        (CONFIG | {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 .* in transformers"),
+        (CONFIG | {"model_type": "gpt_oss", "swiglu_alpha": 1.5}, "swiglu_alpha must be 1.702"),
+        (CONFIG | {"hidden_size": None}, "config of a qwen3 must have 'hidden_size'"),
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         (LLAMA | {"sliding_window": 4}, "got sliding_window=4"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}},
@@ -172,12 +196,6 @@ def test_missing_tower_settings_take_transformers_defaults() -> None:
     module = interop.family({"model_type": "siglip", **sparse}).module
     assert module.text.embedding.vocab_size == 256000
     assert (module.image.encoder.num_layers, module.image.embedding.patch_size) == (12, (16, 16))
-
-
-def saved(config: Config, path: Path) -> dict[str, Any]:
-    """Save a model, and return its tensors."""
-    interop.save(config, variables(config), path)
-    return {name: np.array(x) for name, x in safetensors.read(path / "model.safetensors").items()}
 
 
 @pytest.mark.sampled(0.08)

@@ -152,17 +152,11 @@ def test_saved_files_load_in_both_directions(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_sharded_bfloat16_folder_loads_and_is_saved(name: str, tmp_path: Path) -> None:
     """Published models are split over several files."""
-    case = CASES[name]
-    theirs = make(case).to(torch.bfloat16)
+    theirs = make(CASES[name]).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len([*(tmp_path / "theirs").glob("*.safetensors")]) > 1
-    module, variables = interop.load(tmp_path / "theirs")
+    _, variables = interop.load(tmp_path / "theirs")
     assert {x.dtype for x in jax.tree.leaves(variables)} == {np.dtype("bfloat16")}
-    _, wide = interop.load(tmp_path / "theirs", dtype="float32")
-    # Not theirs.float(): in bfloat16, frequencies of rotations were rounded too.
-    exact = type(theirs).from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
-    wanted = outputs(run(exact, case.given))[0].numpy()
-    assert error(jax.jit(module.apply)(wide, *case.ours), wanted) < 1e-5
     interop.save(tmp_path / "theirs", variables, tmp_path / "ours")
     again = type(theirs).from_pretrained(tmp_path / "ours")
     assert again.dtype == torch.bfloat16

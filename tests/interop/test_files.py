@@ -1,6 +1,5 @@
 """Folders of checkpoints without their libraries: shards, dtypes, and damaged files."""
 
-import json
 import shutil
 import struct
 from pathlib import Path
@@ -15,33 +14,30 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mha import interop
 from flax_mha.interop import safetensors
 from tests.interop.written import write
-from tests.support.oracle import random_like
+from tests.support.arrays import random_variables
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24,
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e4,
 }  # fmt: skip
-TOKENS = np.arange(10).reshape(2, 5)
 
 
 def variables(config: dict[str, Any] = CONFIG) -> Any:
     family = interop.family(config)
-    return random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
+    return random_variables(family.module, *family.example)
+
+
+def saved(config: dict[str, Any], path: Path) -> dict[str, np.ndarray]:
+    """Save a model, and return its tensors."""
+    interop.save(config, variables(config), path)
+    return {name: np.array(x) for name, x in safetensors.read_folder(path).items()}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     interop.save(CONFIG, variables(), tmp_path)
     return tmp_path
-
-
-def test_saved_folder_loads_bitwise_equal(folder: Path) -> None:
-    module, found = interop.load(folder)
-    wanted = variables()
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    apply = jax.jit(module.apply)
-    np.testing.assert_array_equal(apply(found, TOKENS), apply(wanted, TOKENS))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -90,19 +86,13 @@ def test_each_device_gets_its_part(folder: Path) -> None:
     assert all(x.sharding == whole for x in jax.tree.leaves(found))
 
 
-def renamed(tensors: dict[str, Any]) -> None:
+def test_one_error_lists_all_wrong_tensors(tmp_path: Path) -> None:
+    tensors = saved(CONFIG, tmp_path)
     tensors["model.other.weight"] = tensors.pop("model.norm.weight")
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.norm2"] = np.zeros((3, 3), "f")
-
-
-def test_one_error_lists_all_wrong_tensors(folder: Path) -> None:
-    tensors = {
-        name: np.array(x) for name, x in safetensors.read(folder / "model.safetensors").items()
-    }
-    renamed(tensors)
-    write(folder / "model.safetensors", tensors)
+    write(tmp_path / "model.safetensors", tensors)
     with pytest.raises(ValueError, match="do not fit the model") as error:
-        interop.load(folder)
+        interop.load(tmp_path)
     for words in (
         "missing model.norm.weight", "surplus model.other.weight", "surplus model.norm2",
         "model.layers.0.mlp.up_proj.weight must be [24, 16], is [3, 3]",
@@ -126,24 +116,6 @@ def test_damaged_files_raise(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"fetch it again|damaged|can be read|JSON object"):
             interop.load(folder)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"model_type": "mamba"}, "model_type must be one of"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "got mxfp4 .* in transformers"),
-        ({"model_type": "gpt_oss", "swiglu_alpha": 1.5}, "swiglu_alpha must be 1.702"),
-        ({"hidden_size": None}, "config of a qwen3 must have 'hidden_size'"),
-        ({"intermediate_size": 32}, "must be \\[32, 16\\], is \\[24, 16\\]"),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
-def test_unsupported_configs_raise(folder: Path, change: dict[str, Any], words: str) -> None:
-    config = {name: x for name, x in (CONFIG | change).items() if x is not None}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=words):
-        interop.load(folder)
 
 
 def test_folders_without_weights_raise(folder: Path) -> None:

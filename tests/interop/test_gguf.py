@@ -9,7 +9,8 @@ import pytest
 
 from flax_mha import interop
 from flax_mha.interop.table import to_tensors
-from tests.support.oracle import error, random_like
+from tests.support.arrays import random_variables
+from tests.support.oracle import error
 
 gguf = pytest.importorskip("gguf", reason="needs the extra files")
 TOKENS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int32)
@@ -28,12 +29,20 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
+KEYS = {
+    "context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads",
+    "key_length": "head_dim", "value_length": "head_dim", "rope_dimension_count": "head_dim",
+    "layer_norm_rms_eps": "rms_norm_eps", "rope_freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}  # fmt: skip
 
 
 def model_of(config: dict[str, Any]) -> tuple[Any, Any, dict[str, np.ndarray]]:
     """Return a module, random variables and their tensors."""
     family = interop.family(config)
-    variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
+    variables = random_variables(family.module, *family.example)
     return family.module, variables, to_tensors(family, variables)
 
 
@@ -51,18 +60,8 @@ def write(
     """Write a file as llama.cpp's converter does, with matrices of one type."""
     architecture = config["model_type"]
     file = gguf.GGUFWriter(path, architecture)
-    file.add_context_length(config["max_position_embeddings"])
-    file.add_block_count(config["num_hidden_layers"])
-    file.add_embedding_length(config["hidden_size"])
-    file.add_feed_forward_length(config["intermediate_size"])
-    file.add_head_count(config["num_attention_heads"])
-    file.add_head_count_kv(config["num_key_value_heads"])
-    file.add_key_length(config["head_dim"])
-    file.add_value_length(config["head_dim"])
-    file.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    file.add_rope_freq_base(config["rope_theta"])
-    file.add_rope_dimension_count(config["head_dim"])
-    file.add_vocab_size(config["vocab_size"])
+    for name, key in KEYS.items():
+        getattr(file, f"add_{name}")(config[key])
     file.add_token_list([f"w{i}" for i in range(config["vocab_size"])])
     for name, value in more.items():
         getattr(file, name)(*value) if isinstance(value, tuple) else getattr(file, name)(value)

@@ -35,50 +35,51 @@ from tests.interop.libraries import (
     whole_vit_pytorch,
     x_transformers,
 )
-from tests.support.oracle import error, random_like
+from tests.support.arrays import random_variables
+from tests.support.oracle import error
 
-CASES: dict[str, tuple[str, Callable[[], Theirs]]] = {
-    "d2l": ("d2l", d2l),
-    "timm": ("timm", timm),
-    "timm, sizes and biases": ("timm", lambda: timm(qkv_bias=True, attn_head_dim=6, dim_out=9)),
-    "vit-pytorch": ("vit-pytorch", vit_pytorch),
-    "vit-pytorch, one head": ("vit-pytorch", lambda: vit_pytorch(1, D)),
-    "x-transformers": ("x-transformers", lambda: x_transformers(dim_head=6)),
-    "x-transformers, shared keys": ("x-transformers", lambda: x_transformers(
+# The library up to the comma.
+CASES: dict[str, Callable[[], Theirs]] = {
+    "d2l": d2l,
+    "timm": timm,
+    "timm, sizes and biases": lambda: timm(qkv_bias=True, attn_head_dim=6, dim_out=9),
+    "vit-pytorch": vit_pytorch,
+    "vit-pytorch, one head": lambda: vit_pytorch(1, D),
+    "x-transformers": lambda: x_transformers(dim_head=6),
+    "x-transformers, shared keys": lambda: x_transformers(
         dim_head=6, value_dim_head=5, kv_heads=1
-    )),
-    "x-transformers, sizes": ("x-transformers", lambda: x_transformers(
+    ),
+    "x-transformers, sizes": lambda: x_transformers(
         (X, V, V), dim_head=6, value_dim_head=5, dim_context=20, dim_out=9
-    )),
-    "equinox": ("equinox", equinox),
-    "equinox, sizes": ("equinox", lambda: equinox(
+    ),
+    "equinox": equinox,
+    "equinox, sizes": lambda: equinox(
         qk_size=6, vo_size=5, use_query_bias=True, use_output_bias=True
-    )),
-    "haiku": ("haiku", haiku),
-    "haiku, sizes": ("haiku", lambda: haiku(value_size=5, model_size=9, with_bias=False)),
-    "keras": ("keras", keras),
-    "keras, sizes": ("keras", lambda: keras(value_dim=5, output_shape=9, use_bias=False)),
-    "keras, grouped": ("keras", lambda: keras(
+    ),
+    "haiku": haiku,
+    "haiku, sizes": lambda: haiku(value_size=5, model_size=9, with_bias=False),
+    "keras": keras,
+    "keras, sizes": lambda: keras(value_dim=5, output_shape=9, use_bias=False),
+    "keras, grouped": lambda: keras(
         "GroupQueryAttention", head_dim=6, num_query_heads=N, num_key_value_heads=2
-    )),
-    "mlx": ("mlx", mlx),
-    "mlx, sizes": ("mlx", lambda: mlx(
+    ),
+    "mlx": mlx,
+    "mlx, sizes": lambda: mlx(
         key_input_dims=12, value_input_dims=20, value_dims=24, value_output_dims=9, bias=True
-    )),
-    "gemma": ("gemma-qkv", gemma),
-    "gemma, grouped": ("gemma", lambda: gemma(
+    ),
+    "gemma-qkv": gemma,
+    "gemma, grouped": lambda: gemma(
         2, use_qk_norm=True, rope_base_frequency=1_000_000, attn_logits_soft_cap=5.0
-    )),
-    "kauldron": ("kauldron", lambda: kauldron(v_features=20, normalize_qk=True)),
-    "flax": ("flax", lambda: flax(normalize_qk=True)),
-    "maxtext": ("maxtext", maxtext),
+    ),
+    "kauldron": lambda: kauldron(v_features=20, normalize_qk=True),
+    "flax": lambda: flax(normalize_qk=True),
+    "maxtext": maxtext,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_layer_matches_library(name: str) -> None:
-    library, make = CASES[name]
-    theirs = make()
+    library, theirs = name.partition(",")[0], CASES[name]()
     want = np.asarray(theirs.run(theirs.arrays, *theirs.given))
     # Only libraries with the same names must be named.
     named = library if library in ("flax", "kauldron", "maxtext") else None
@@ -119,7 +120,7 @@ def test_nested_arrays_are_accepted(library: str, separator: str) -> None:
 
 @pytest.mark.parametrize("name", ["keras-h5", "keras-h5-grouped"])
 def test_names_in_keras_files_are_known(name: str, tmp_path: Path) -> None:
-    CASES["keras"][1]()  # Sets Keras' backend, or skips.
+    CASES["keras"]()  # Sets Keras' backend, or skips.
     h5py, keras = pytest.importorskip("h5py"), pytest.importorskip("keras")
     x, is_grouped = keras.Input((5, D)), name == "keras-h5-grouped"
     kinds = keras.layers
@@ -140,7 +141,7 @@ def test_names_in_keras_files_are_known(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["a.weights.h5", "a.keras"])
 def test_keras_files_are_read(name: str, dtype: str, tmp_path: Path) -> None:
-    CASES["keras"][1]()  # Sets Keras' backend, or skips.
+    CASES["keras"]()  # Sets Keras' backend, or skips.
     pytest.importorskip("h5py")
     keras = pytest.importorskip("keras")
     x, kinds = keras.Input((5, D)), keras.layers
@@ -191,8 +192,8 @@ def test_windows_of_embedding_gemma_match(window: int) -> None:
     model = transformers.Gemma3TextModel(config).eval()
     layer, seen = model.layers[0].self_attn, dict[str, Any]()
 
-    def keep(_: Any, given: Any, options: Any, out: Any) -> None:
-        seen.update(options, given=given, out=out[0])
+    def keep(_: Any, __: Any, options: Any, out: Any) -> None:
+        seen.update(options, out=out[0])
 
     layer.register_forward_hook(keep, with_kwargs=True)
     with torch.no_grad():
@@ -208,7 +209,7 @@ def test_windows_of_embedding_gemma_match(window: int) -> None:
     }  # fmt: skip
     mask = masks.Window(window // 2, window // 2)
     module, variables = interop.from_layer(arrays, N, scale=9**-0.5, mask=mask)
-    x = (seen["given"] or (seen["hidden_states"],))[0].numpy()
+    x = seen["hidden_states"].numpy()
     assert error(jax.jit(module.apply)(variables, x), seen["out"].numpy()) < 2e-6
 
 
@@ -229,7 +230,7 @@ def test_library_arrays_convert_back(library: str) -> None:
     module: Any = MultiHeadAttention(N, use_bias=biased.get(library, True), scale=scale)
     if library == "vit-pytorch":
         module = nn.Sequential([nn.LayerNorm(1e-5, use_fast_variance=False), module])
-    variables = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
+    variables = random_variables(module, X)
     tensors = interop.to_layer(module, variables, library, "a.b/")
     found = interop.from_layer(tensors, N, library)[1]
     jax.tree.map(np.testing.assert_array_equal, found, variables)
@@ -239,7 +240,7 @@ def test_library_arrays_convert_back(library: str) -> None:
 def layer(use_bias: bool) -> tuple[MultiHeadAttention, Any]:
     """Return a layer and its variables."""
     module = MultiHeadAttention(N, use_bias=use_bias)
-    return module, random_like(jax.eval_shape(module.init, jax.random.key(0), X))
+    return module, random_variables(module, X)
 
 
 def made(library: str, **changed: Any) -> dict[str, Any]:
@@ -319,7 +320,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("told", REFUSED)
 def test_layers_that_library_lacks_raise(told: str) -> None:
     module, library = REFUSED[told]
-    variables = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
+    variables = random_variables(module, X)
     with pytest.raises(ValueError, match=told):
         interop.to_layer(module, variables, library)
 

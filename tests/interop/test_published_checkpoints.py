@@ -1,6 +1,5 @@
 """Published checkpoints: older names and configs, and heads that are left out."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ import numpy as np
 import pytest
 
 from flax_mha import interop
-from flax_mha.interop import safetensors
+from tests.interop.test_files import saved, variables
 from tests.interop.written import write
-from tests.support.oracle import random_like
 
 Tensors = dict[str, Any]
 
@@ -101,29 +99,19 @@ PUBLISHED: dict[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def written(path: Path, config: Any, tensors: Tensors) -> Path:
-    write(path / "model.safetensors", tensors)
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
 @pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_checkpoint_loads(name: str, tmp_path: Path) -> None:
     config, renamed, beside, heads = PUBLISHED[name]
-    family = interop.family(config)
-    expected = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
-    interop.save(config, expected, tmp_path)
-    tensors = {name: np.array(x) for name, x in safetensors.read_folder(tmp_path).items()}
-    whole = renamed(tensors) | dict.fromkeys((*beside, *heads), X)
-    written(tmp_path, config, whole)
+    whole = renamed(saved(config, tmp_path)) | dict.fromkeys((*beside, *heads), X)
+    write(tmp_path / "model.safetensors", whole)
     if heads:
         told = f"left out, as this .* has no place for them: {', '.join(sorted(heads))}$"
         with pytest.warns(UserWarning, match=told):
             _, actual = interop.load(tmp_path)
     else:
         _, actual = interop.load(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, variables(config))
 
 
 # It is there without the prefix too.
@@ -132,13 +120,10 @@ TWICE = "bert.embeddings.LayerNorm.weight"
 
 @pytest.mark.parametrize("surplus", ["bert.encoder.more.weight", "encoder.layer.9.bias", TWICE])
 def test_unknown_or_repeated_tensor_is_surplus(surplus: str, tmp_path: Path) -> None:
-    family = interop.family(BERT)
-    variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
-    interop.save(BERT, variables, tmp_path)
-    tensors = {name: np.array(x) for name, x in safetensors.read_folder(tmp_path).items()}
+    tensors = saved(BERT, tmp_path)
     told = f"{TWICE} must equal {TWICE[5:]}" if surplus == TWICE else f"surplus {surplus}"
     other = tensors[TWICE[5:]] + 1 if surplus == TWICE else X
-    written(tmp_path, BERT, tensors | {surplus: other})
+    write(tmp_path / "model.safetensors", tensors | {surplus: other})
     with pytest.raises(ValueError, match=told):
         interop.load(tmp_path)
 

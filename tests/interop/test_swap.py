@@ -15,7 +15,9 @@ from flax import nnx
 import flax_mha.nnx
 from flax_mha import interop
 from flax_mha.layer import core
-from tests.support.oracle import error, random_like
+from tests.support.arrays import random_variables
+from tests.support.decoding import decoded
+from tests.support.oracle import error
 
 pytestmark = pytest.mark.filterwarnings("ignore:(SelfAttention|The inputs_kv):DeprecationWarning")
 D = 16
@@ -71,7 +73,7 @@ class Outer(nn.Module):
 @functools.cache
 def made() -> Any:
     """Return the variables of a model with one block."""
-    return random_like(jax.eval_shape(Model(1).init, KEY, X))
+    return random_variables(Model(1), X)
 
 
 @pytest.fixture
@@ -133,7 +135,7 @@ def test_swapped_model_has_equal_outputs_and_gradients(way: str, calls: list[Any
 )  # fmt: skip
 def test_swap_reaches_nested_models(swapped: Any, calls: list[Any]) -> None:
     plain = Outer(Model(1))
-    variables = random_like(jax.eval_shape(plain.init, KEY, X))
+    variables = random_variables(plain, X)
     ours = jax.jit(swapped(Model(1)).apply)
     assert error(ours(variables, X), np.asarray(jax.jit(plain.apply)(variables, X))) < 2e-6
     assert len(calls) == 4
@@ -145,21 +147,13 @@ def test_swapped_model_decodes_like_full_forward() -> None:
         decode: bool = False
 
         @nn.compact
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x: Any, kv: None = None) -> Any:  # `decoded` gives it.
             mask = None if self.decode else CAUSAL
             return x + nn.MultiHeadDotProductAttention(4, decode=self.decode)(x, mask=mask)
 
     variables = jax.jit(Decoder().init)(KEY, X)
-    ours = interop.swap(Decoder(decode=True))
-    cache = jax.jit(ours.init)(KEY, X)["cache"]
-    step = jax.jit(lambda cache, x: ours.apply({**variables, "cache": cache}, x, mutable="cache"))
-    outs = []
-    for t in range(X.shape[1]):
-        out, new = step(cache, X[:, t : t + 1])
-        cache = new["cache"]
-        outs.append(out)
-    expected = jax.jit(Decoder().apply)(variables, X)
-    assert error(jnp.concatenate(outs, 1), np.asarray(expected)) < 2e-6
+    found = decoded(interop.swap(Decoder(decode=True)), variables, X)
+    assert error(found, np.asarray(jax.jit(Decoder().apply)(variables, X))) < 2e-6
 
 
 class Nnx(nnx.Module):
@@ -322,7 +316,7 @@ def test_linen_in_nnx_is_swapped(calls: list[Any]) -> None:
 def test_nnx_in_linen_is_swapped(calls: list[Any]) -> None:
     arguments = {"args": (2, D), "kwargs": {"decode": False}}
     plain = Outer(nnx.bridge.ToLinen(nnx.MultiHeadAttention, **arguments))
-    variables = random_like(jax.eval_shape(plain.init, KEY, X))
+    variables = random_variables(plain, X)
     expected = np.asarray(jax.jit(plain.apply)(variables, X))
     assert not calls
     ours = interop.swap(plain)

@@ -19,7 +19,8 @@ from flax_mha import (  # noqa: E402
     positions,
     scores,
 )
-from tests.support.oracle import error, random_like  # noqa: E402
+from tests.support.arrays import random_variables  # noqa: E402
+from tests.support.oracle import error  # noqa: E402
 
 # PyTorch warns that it skips a faster path.
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
@@ -120,30 +121,29 @@ def test_bfloat16_weights_stay_bfloat16() -> None:
     np.testing.assert_array_equal(variables["params"]["out"]["kernel"].astype(np.float32), want)
 
 
-ATTENTION = torch.nn.MultiheadAttention
+STATE = torch.nn.MultiheadAttention(D, N).state_dict()
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("state", "heads", "told"),
     [
-        (lambda: (ATTENTION(D, N, add_bias_kv=True).state_dict(), N), "surplus bias_k"),
-        (lambda: (torch.nn.Linear(2, 2).state_dict(), N), r"got \['bias', 'weight'\]"),
         (
-            lambda: (torch.nn.Transformer(D, N, 1, 1, 8).state_dict(), N),
-            "prefix.* decoder of nn.Tr",
+            torch.nn.MultiheadAttention(D, N, add_bias_kv=True).state_dict(), N, "surplus bias_k",
         ),
-        (lambda: (ATTENTION(D, N).state_dict(), 3), "divi"),
-        (lambda: ({**ATTENTION(D, N).state_dict(), "more": np.ones(1)}, N), "surplus more"),
-        (lambda: ({"out_proj.weight": np.ones((D, D))}, N), "missing in_proj_weight"),
+        (torch.nn.Linear(2, 2).state_dict(), N, r"got \['bias', 'weight'\]"),
+        (torch.nn.Transformer(D, N, 1, 1, 8).state_dict(), N, "prefix.* decoder of nn.Tr"),
+        (STATE, 3, "divi"),
+        (STATE | {"more": np.ones(1)}, N, "surplus more"),
+        ({"out_proj.weight": np.ones((D, D))}, N, "missing in_proj_weight"),
         (
-            lambda: ({x: y.to(torch.int8) for x, y in ATTENTION(D, N).state_dict().items()}, N),
+            {name: x.to(torch.int8) for name, x in STATE.items()}, N,
             "in_proj_weight must have a floating dtype, is int8; .* multiply codes by their scales",
         ),
     ],
-)
-def test_wrong_state_dicts_raise(given: Any, told: str) -> None:
+)  # fmt: skip
+def test_wrong_state_dicts_raise(state: Any, heads: int, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        interop.from_torch(*given())
+        interop.from_torch(state, heads)
 
 
 def test_dropout_reaches_layers_and_blocks() -> None:
@@ -176,6 +176,6 @@ REFUSED = {
 @pytest.mark.parametrize("told", REFUSED)
 def test_layers_that_torch_lacks_raise(told: str) -> None:
     module = REFUSED[told]
-    variables = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
+    variables = random_variables(module, X)
     with pytest.raises(ValueError, match=told.partition(" in a ")[0]):
         interop.to_torch(module, variables)

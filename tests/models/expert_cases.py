@@ -10,7 +10,7 @@ import pytest
 from flax_mha import Experts
 from flax_mha.models import exchange, experts
 from tests.support.meshes import BACKWARD, FORWARD
-from tests.support.oracle import error, random_like
+from tests.support.oracle import error
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -50,10 +50,6 @@ def ragged_all_to_all(
     rows = operands[sender, inputs[sender, me] + at - begin[sender]]
     rows = jnp.where(is_from.any(1)[:, None], rows, output)
     return jnp.where(jnp.all(size == recv_sizes), rows, jnp.nan)
-
-
-def parameters(module: Experts) -> Any:
-    return random_like(jax.eval_shape(module.init, KEY, X))
 
 
 def run(module: Experts, params: Any, x: Any) -> tuple[Any, Any]:

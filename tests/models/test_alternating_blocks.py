@@ -10,7 +10,8 @@ import pytest
 
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, masks
 from flax_mha.positions import Rotary
-from tests.support.oracle import error, random_like
+from tests.support.arrays import random_variables
+from tests.support.oracle import error
 
 N, D, T = 4, 16, 9
 X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
@@ -47,7 +48,7 @@ def stacked(params: Any, layers: int, several: int) -> Any:
 def test_alternating_blocks_match_their_sequence(layers: int) -> None:
     """The loop equals the blocks one by one, the scan equals the loop, gradients included."""
     loop, scan = (Encoder(layers, blocks(), scan=scan, final_norm=False) for scan in (False, True))
-    params = random_like(jax.eval_shape(loop.init, KEY, X))["params"]
+    params = random_variables(loop, X)["params"]
     at = 3 * np.arange(T)
     expected, several = X, [(block, jax.jit(block.apply)) for block in blocks()]
     for i in range(layers):
@@ -77,7 +78,7 @@ def test_alternating_blocks_match_their_sequence(layers: int) -> None:
 def test_each_layer_takes_its_own_head_mask(scan: bool) -> None:
     """Also with layers left over after the last scan step."""
     stack = Encoder(4, blocks(), scan=scan)
-    params = random_like(jax.eval_shape(stack.init, KEY, X))
+    params = random_variables(stack, X)
     keep = [jnp.ones(N)] * 4
     apply = jax.jit(stack.apply)
     whole = apply(params, X, head_mask=keep)

@@ -25,7 +25,7 @@ from flax_mha import (
 from flax_mha.interop.bert import Bert
 from flax_mha.models import PositionEmbedding, TokenEmbedding
 from flax_mha.positions import DynamicNtk, Rotary
-from tests.support.oracle import random_like
+from tests.support.arrays import random_variables
 
 V, D, NEW = 13, 8, 4
 TEXTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -67,15 +67,11 @@ def translator(kind: str) -> Translator:
     return Translator(Encoder(1, EncoderBlock(MultiHeadAttention(2, rotary=rotary), 8)), inner)
 
 
-def weights(model: Any, *inputs: Any) -> Any:
-    return random_like(jax.eval_shape(model.init, jax.random.key(0), *inputs))
-
-
 @functools.cache
 def alone(kind: str) -> tuple[Any, Any, Any, Any]:
     """Return variables, and of each text alone its new tokens, logits, and the gradient."""
     model, ids = MODELS[kind], np.zeros((2, 5), int)
-    given = weights(model, ids)
+    given = random_variables(model, ids)
     each = [np.array([text]) for text in TEXTS]
     tokens = [generate(model, given, text, max_new_tokens=NEW).tokens[0] for text in each]
     assert len({*(tuple(row.tolist()) for row in tokens)}) > 1
@@ -155,7 +151,7 @@ def test_lengths_hide_ids_beyond_the_vocabulary(name: str) -> None:
     def run(given: Any, count: int, width: int = 5) -> Any:
         return model.apply(given, ids[:, :width], *target, **{of_padding: np.array([count])})
 
-    given = weights(model, ids * 0, *target)
+    given = random_variables(model, ids * 0, *target)
     found, wanted = jax.jit(lambda given: (run(given, 3), run(given, 3, 3)))(given)
     np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="tokens must be in 0 … 12, got -100"):
@@ -168,7 +164,7 @@ def test_lengths_hide_ids_beyond_the_vocabulary(name: str) -> None:
 def test_padded_sources_translate_as_alone(side: str, kind: str) -> None:
     model, (ids, mask) = translator(kind), padded(side, V + 100)
     target = np.array([[1, 2, 3]] * 2)
-    given = weights(model, ids % V, target)
+    given = random_variables(model, ids % V, target)
     wanted = [jax.jit(model.apply)(given, np.array([x]), target[:1])[0] for x in TEXTS]
     static = jax.jit(lambda given: model.apply(given, ids, target, attention_mask=mask))(given)
     np.testing.assert_allclose(static, np.stack(wanted), rtol=1e-4, atol=1e-4)
@@ -183,7 +179,7 @@ def test_padded_sources_translate_as_alone(side: str, kind: str) -> None:
 @pytest.mark.slow
 def test_mask_joins_that_of_the_call() -> None:
     model, (ids, mask) = MODELS["rotary"], padded("left")
-    given, near = weights(model, ids), masks.Window(1, 0)
+    given, near = random_variables(model, ids), masks.Window(1, 0)
     found = model.apply(given, ids, attention_mask=mask, mask=near)
     wanted = model.apply(given, np.array([TEXTS[1]]), mask=near)
     np.testing.assert_allclose(found[1, 3:], wanted[0], atol=1e-5)

@@ -18,15 +18,15 @@ from tests.models.test_blocks import (
     block,
     differentiate,
     normal,
-    parameters,
     run,
 )  # fmt: skip
 from tests.support import oracle
+from tests.support.arrays import random_variables
 from tests.support.oracle import Params, error, float64
 
 
 def test_activation_may_be_a_function() -> None:
-    params = parameters(MLP(16), X)
+    params = random_variables(MLP(16), X)
     named = run(MLP(16, "gelu_exact"), params, X)
     given = run(MLP(16, functools.partial(nn.gelu, approximate=False)), params, X)
     np.testing.assert_array_equal(given, named)
@@ -92,7 +92,7 @@ def test_block_matches_formula(options: dict[str, Any]) -> None:
     """And the gradient of parameters and inputs is the slope of the output."""
     fields = {name: x for name, x in options.items() if name != "use_bias"}
     module = block({"use_bias": options.get("use_bias", True)}, **fields)
-    params = parameters(module, X)["params"]
+    params = random_variables(module, X)["params"]
     biased = options.get("mlp_bias", True), options.get("use_bias", True)
     assert ("bias" in params["mlp"]["up"], "bias" in params["attention"]["query"]) == biased
     out, gradients = differentiate(module, {"params": params}, X, mask=MASK)
@@ -124,7 +124,7 @@ def test_input_and_final_norms_of_stack(
 ) -> None:
     first, last = norms
     stack = Encoder(1, block(**options), input_norm=first, final_norm=last)
-    params = parameters(stack, X)["params"]
+    params = random_variables(stack, X)["params"]
     last = options.get("pre_norm", True) if last is None else last
     there = {"input_norm": first, "norm": last}
     assert params.keys() - {"layers_0"} == {name for name in there if there[name]}

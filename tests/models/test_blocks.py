@@ -20,7 +20,8 @@ from flax_mha import (
 from flax_mha.models import PatchEmbedding
 from flax_mha.models.feed_forward import Dropout
 from tests.support import oracle
-from tests.support.oracle import error, random_like
+from tests.support.arrays import random_variables
+from tests.support.oracle import error
 
 KEY = jax.random.key(0)
 # Float32 rounds at 6e-8; a block sums six times over at most 16 terms, and normalises twice.
@@ -39,10 +40,6 @@ X = normal(B, T, D)
 
 def block(attention: dict[str, Any] | None = None, **fields: Any) -> EncoderBlock:
     return EncoderBlock(MultiHeadAttention(2, **attention or {}), mlp_dim=16, **fields)
-
-
-def parameters(module: nn.Module, *inputs: Any, **call: Any) -> Any:
-    return random_like(jax.eval_shape(functools.partial(module.init, **call), KEY, *inputs))
 
 
 @functools.cache
@@ -73,7 +70,7 @@ def differentiate(module: nn.Module, params: Any, x: Any, **call: Any) -> Any:
 def test_mlp_matches_formula(activation: str) -> None:
     for gated in (False, True):
         module = MLP(16, activation, gated, use_bias=not gated)
-        params = parameters(module, X)
+        params = random_variables(module, X)
         assert set(params["params"]) == {"up", "down"} | ({"gate"} if gated else set())
         assert error(run(module, params, X), oracle.mlp(params["params"], X, activation)) < OUTPUT
 
@@ -84,7 +81,7 @@ def test_layer_norm_is_exact_far_from_0(name: str) -> None:
     x, module = np.round(X * 64) / 64, block()
     if name == "patches":
         module, x = PatchEmbedding(1, D, norm_epsilon=1e-6), x[..., None, :]
-    params, shift = parameters(module, x), 1024 * (name == "block")
+    params, shift = random_variables(module, x), 1024 * (name == "block")
     assert error(run(module, params, x + 1024) - shift, run(module, params, x)) < 1e-3
 
 
@@ -126,7 +123,7 @@ DROPPING = {
 @pytest.mark.parametrize("name", DROPPING)
 def test_dropout_follows_deterministic_and_key(name: str) -> None:
     module = DROPPING[name]
-    params = parameters(module, X, deterministic=True)
+    params = random_variables(module, X, deterministic=True)
     off = run(module, params, X, deterministic=True)
     plain = oracle.mlp if name == "features" else oracle.encoder_block
     assert error(off, plain(params["params"], X)) < OUTPUT
@@ -151,16 +148,6 @@ def stacked(params: Any, layers: int) -> Any:
     return {"params": {"layers": jax.tree.map(lambda *leaves: np.stack(leaves), *each), **rest}}
 
 
-def encoded(
-    params: Any, layers: int, norm: str = "layernorm", pre_norm: bool = True, **call: Any
-) -> np.ndarray:
-    """Compute the stack's formula on X."""
-    x = X
-    for i in range(layers):
-        x = oracle.encoder_block(params[f"layers_{i}"], x, norm=norm, pre_norm=pre_norm, **call)
-    return oracle.NORMS[norm](params["norm"], x) if pre_norm else x
-
-
 @pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("pre_norm", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -170,7 +157,7 @@ def test_loop_and_scan_match_formula(pre_norm: bool, dtype: str) -> None:
     loop, scan = Encoder(2, layer), Encoder(2, layer, scan=True)
     # Flax's norms promote their statistics implicitly.
     with jax.numpy_dtype_promotion("standard"):
-        params = parameters(loop, X)
+        params = random_variables(loop, X)
         assert ("norm" in params["params"]) == pre_norm
         several = stacked(params, 2)
         shapes = jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(scan.init, KEY, X))
@@ -205,7 +192,7 @@ def test_scanned_layers_start_differently() -> None:
 def test_scanned_layers_drop_differently() -> None:
     """Some of the sums of two constants halve only if the two layers drop differently."""
     encoder = Encoder(2, block(dropout_rate=0.5, norm="rmsnorm"), scan=True)
-    params = parameters(encoder, X, deterministic=True)["params"]
+    params = random_variables(encoder, X, deterministic=True)["params"]
     params = {
         "layers": constant(params["layers"], attention=1.0, mlp=0.0),
         "norm": {"scale": np.ones(D, np.float32)},
@@ -219,7 +206,7 @@ def test_scanned_layers_drop_differently() -> None:
 def test_patch_embedding_matches_formula(size: Any, hw: tuple[int, int]) -> None:
     images = normal(2, 4, 6, 3)
     module = PatchEmbedding(size, D)
-    params = parameters(module, images)
+    params = random_variables(module, images)
     expected = oracle.project(params["params"]["patches"], oracle.patchify(images, *hw))
     assert error(run(module, params, images), expected) < OUTPUT
     assert error(run(module, params, images[0]), expected[0]) < OUTPUT

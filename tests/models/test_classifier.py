@@ -10,7 +10,8 @@ import pytest
 from flax_mha import Classifier, Encoder, EncoderBlock, MultiHeadAttention
 from tests.models.test_blocks import differentiate
 from tests.support import oracle
-from tests.support.oracle import error, float64, random_like
+from tests.support.arrays import random_variables
+from tests.support.oracle import error, float64
 
 T, D = 5, 8
 X = np.random.default_rng(0).normal(size=(3, T, D)).astype(np.float32)
@@ -61,7 +62,7 @@ def expected(params: Any, fields: dict[str, Any]) -> np.ndarray:
 def test_classifier_matches_formula(name: str) -> None:
     """Padding reaches neither logits nor gradients, whatever it holds. All other tokens do."""
     module = model(**CLASSIFIERS[name])
-    params = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
+    params = random_variables(module, X)
     real = np.arange(T) < LENGTHS[:, None]
     x = np.where(real[..., None], X, np.nan)
     logits, (of_params, of_x) = differentiate(module, params, x, lengths=LENGTHS)
@@ -70,9 +71,3 @@ def test_classifier_matches_formula(name: str) -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(of_params))
     for learned in LEARNED.keys() & CLASSIFIERS[name].keys():
         assert np.abs(of_params["params"][learned]).min(-1).all()
-
-
-def test_invalid_pooling_raises() -> None:
-    words = r"pooling must be one of \['first', 'first_and_mean', 'mean'\]"
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(model(pooling="both").init, jax.random.key(0), X)

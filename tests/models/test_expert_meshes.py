@@ -20,10 +20,10 @@ from tests.models.expert_cases import (
     PLAIN,
     X,
     check_balance,
-    parameters,
     run,
     use,
 )  # fmt: skip
+from tests.support.arrays import random_variables
 from tests.support.meshes import BACKWARD, FORWARD, KINDS, changed, described, on, total
 from tests.support.oracle import error
 
@@ -62,7 +62,7 @@ RULES = {
 @functools.cache
 def on_one_device(module: Experts, method: str) -> Any:
     """Return parameters, and the method's output with them."""
-    params = parameters(module)
+    params = random_variables(module, X)
     return jax.device_get((params, run(module, params, X)))
 
 
@@ -144,7 +144,7 @@ def test_gradients_of_experts_are_reduce_scattered(optimized: None, kind: str) -
 @pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_balance_loss_counts_the_tokens_of_all_devices(kind: str) -> None:
-    params = parameters(CLIPPED)
+    params = random_variables(CLIPPED, X)
     with on(kind, changed(experts="data", length="model", mlp=None, heads=None)) as mesh:
         placed = jax.device_put(params, sharding.of(CLIPPED.init, KEY, X))
         x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))

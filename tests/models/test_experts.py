@@ -17,11 +17,11 @@ from tests.models.expert_cases import (
     X,
     check_balance,
     choose,
-    parameters,
     run,
     use,
 )  # fmt: skip
-from tests.support.oracle import error, float64, random_like
+from tests.support.arrays import random_variables
+from tests.support.oracle import error, float64
 
 
 @pytest.fixture(params=["in turn", "by rows"])
@@ -70,7 +70,7 @@ def compiled(module: Experts) -> Any:
 @pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("name", KINDS_OF)
 def test_experts_match_formula(name: str, method: None) -> None:
-    params = parameters(KINDS_OF[name])
+    params = random_variables(KINDS_OF[name], X)
     expected = expected_output(KINDS_OF[name], params["params"], X)
     assert error(compiled(KINDS_OF[name])(params, X), expected) < 2e-6
     if name == "plain":  # Without a batch, and with two axes of it.
@@ -82,7 +82,7 @@ def test_experts_match_formula(name: str, method: None) -> None:
 @pytest.mark.parametrize("module", [CLIPPED, GROUPED])
 def test_gradients_match_differences(module: Experts, method: None) -> None:
     """Finite differences of the formula along random directions."""
-    params = parameters(module)
+    params = random_variables(module, X)
     (of_params, of_x), _ = run(module, params, X)
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
 
@@ -107,7 +107,7 @@ def test_gradients_match_differences(module: Experts, method: None) -> None:
 @pytest.mark.sampled(0.08)
 def test_tokens_do_not_affect_each_other(method: None) -> None:
     """NaN in one token, or an overflow in another's expert, reaches no other token."""
-    params = parameters(PLAIN)
+    params = random_variables(PLAIN, X)
     apply = compiled(PLAIN)
     clean, dirty = apply(params, X), apply(params, X.at[0, 3].set(jnp.nan).at[1, 2].set(1e30))
     rest = np.ones(X.shape[:-1], bool)
@@ -128,7 +128,7 @@ def test_padding_does_not_affect_experts(method: None) -> None:
     block = DecoderBlock(MultiHeadAttention(2), mlp=CLIPPED, norm="rmsnorm")
     lengths = jnp.array([8, 3, 5, 0])
     real = np.arange(8)[None] < lengths[:, None]
-    params = random_like(jax.eval_shape(block.init, KEY, X))
+    params = random_variables(block, X)
 
     def loss(params: Any, x: Any) -> Any:
         y = block.apply(params, x, lengths=lengths)
@@ -144,7 +144,7 @@ def test_padding_does_not_affect_experts(method: None) -> None:
 
 def test_bfloat16_experts_are_close(method: None) -> None:
     every = CLIPPED.clone(top_k=8)  # With all experts, no choice depends on the last digit.
-    params = parameters(every)
+    params = random_variables(every, X)
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
     y = compiled(every)(half, X.astype(jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
@@ -176,6 +176,6 @@ def test_expert_by_expert_needs_memory_of_one_expert() -> None:
 @pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("name", ["plain", "clipped", "one"])
 def test_balance_loss_matches_formula(name: str) -> None:
-    params = parameters(KINDS_OF[name])
+    params = random_variables(KINDS_OF[name], X)
     assert "intermediates" not in jax.eval_shape(KINDS_OF[name].init, KEY, X)
     check_balance(KINDS_OF[name], params, X, params["params"]["router"])

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +26,7 @@ from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Tra
 from flax_mha.models.generation import generate
 from flax_mha.positions import PositionEmbedding, Rotary
 from tests.models.test_beams import LENGTHS, NEW, PROMPT, searched
-from tests.support.meshes import KINDS, on
+from tests.support.meshes import KINDS, changed, on
 from tests.support.oracle import random_like
 
 KEY = jax.random.key(0, impl="unsafe_rbg")
@@ -271,12 +270,9 @@ def test_generate_on_mesh_matches_one_device(
     prompt, lengths = np.tile(PROMPT[:2], (2, 1)), np.tile(LENGTHS[:2], 2)
     call = {"max_new_tokens": NEW, "eos": EOS, "beams": beams, **start}
     alone = generate(model, variables, prompt, lengths=lengths, **call)
-    types = (jax.sharding.AxisType[kind],) * 2
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=types, devices=jax.devices()[:4])
     by_tokens = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"))
     by_tokens |= {"length": length, "norm_length": length}
-    rules = [(n, by_tokens.get(n, axis) if length else axis) for n, axis in sharding.RULES]
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+    with on(kind, changed(**by_tokens) if length else sharding.RULES, (2, 2)):
         # In training two tokens can be sharded over two devices.
         example = prompt[:, :2]
         layout = sharding.of(lambda: model.init(KEY, *[example] * (1 + len(start))))

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from flax_mha import KVCache, generate
 from tests.support.decoding import greedy
 
 V, D, N, NEW = 7, 8, 2, 5
-KEY = jax.random.key(0)
 PROMPT = np.array([[3, 4, 2], [2, 5, 1]])
 
 

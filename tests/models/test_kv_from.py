@@ -26,7 +26,8 @@ from flax_mha import (
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
-from tests.support.oracle import error, random_like
+from tests.support.arrays import random_variables
+from tests.support.oracle import error
 
 D, T = 16, 9
 KEY = jax.random.key(0)
@@ -54,7 +55,7 @@ MODEL = LanguageModel(TokenEmbedding(50, D), Decoder(4, blocks(), kv_from=(None,
 
 @functools.cache
 def parameters() -> Any:
-    return random_like(jax.eval_shape(MODEL.init, KEY, TOKENS))
+    return random_variables(MODEL, TOKENS)
 
 
 def decoding(decoder: Decoder) -> Decoder:
@@ -84,7 +85,7 @@ def test_stack_takes_keys_and_values_of_another_stack() -> None:
     block = EncoderBlock(MultiHeadAttention(4, mask=masks.Causal()), 8)
     later = Encoder(2, block, scan=True, final_norm=False)
     joined = Encoder(3, block, kv_from=(None, 0, 0), final_norm=False)
-    params = random_like(jax.eval_shape(joined.init, KEY, X))["params"]
+    params = random_variables(joined, X)["params"]
     alone = jax.jit(functools.partial(block.apply, return_kv=True))
     x, kv = alone({"params": params["layers_0"]}, X)
     layers = jax.tree.map(lambda *x: jnp.stack(x), params["layers_1"], params["layers_2"])

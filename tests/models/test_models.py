@@ -13,7 +13,8 @@ from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention, masks
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
 from flax_mha.positions import PositionEmbedding
 from tests.support import oracle
-from tests.support.oracle import error, float64, random_like
+from tests.support.arrays import random_variables
+from tests.support.oracle import error, float64
 
 KEY = jax.random.key(0)
 OUTPUT, GRADIENT = 1e-5, 5e-5  # see test_blocks
@@ -29,10 +30,6 @@ SOURCE, TARGET = RNG.integers(0, V, (B, S)), RNG.integers(0, V, (B, T))
 def block(cross: bool = True, **fields: Any) -> DecoderBlock:
     layer = MultiHeadAttention(2, num_kv_heads=1)
     return DecoderBlock(layer, 16, cross_attention=layer.copy() if cross else None, **fields)
-
-
-def parameters(module: nn.Module, *inputs: Any) -> Any:
-    return random_like(jax.eval_shape(module.init, KEY, *inputs))
 
 
 def decoder_block(
@@ -61,7 +58,7 @@ def test_decoder_matches_formula(scan: bool, norm: str, pre_norm: bool) -> None:
     """The gradients of later tokens and padding are exactly 0."""
     inner = block(norm=norm, pre_norm=pre_norm)
     loop, module = Decoder(2, inner), Decoder(2, inner.copy(remat=scan), scan=scan)
-    params = parameters(loop, X, MEMORY)["params"]
+    params = random_variables(loop, X, MEMORY)["params"]
     given, layers = params, [params[f"layers_{i}"] for i in range(2)]
     if scan:
         stacked = jax.tree.map(lambda *x: np.stack(x), *layers)
@@ -92,7 +89,7 @@ def test_language_model_matches_formula(tied: bool) -> None:
     table = PositionEmbedding("sinusoidal")
     decoder = Decoder(2, block(cross=False))
     model = LanguageModel(TokenEmbedding(V, D), decoder, tied, table)
-    params = parameters(model, TARGET)
+    params = random_variables(model, TARGET)
     p = float64(params["params"])
     embedding = p["embedding"]["table"]["embedding"]
     x = embedding[TARGET] + oracle.sinusoidal(np.arange(T), D)
@@ -113,7 +110,7 @@ def test_translator_matches_formula() -> None:
     encoder = Encoder(1, EncoderBlock(MultiHeadAttention(2), 16))
     decoder = LanguageModel(TokenEmbedding(V, D), Decoder(1, block()))
     model = Translator(encoder, decoder)
-    params = parameters(model, SOURCE, TARGET)
+    params = random_variables(model, SOURCE, TARGET)
     p = float64(params["params"])
     target = p["decoder"]["embedding"]["table"]["embedding"]
     memory = oracle.encoder_block(p["encoder"]["layers_0"], target[SOURCE], allowed=SEEN)
@@ -132,7 +129,7 @@ def test_traced_values_out_of_range_give_nan() -> None:
     table = PositionEmbedding(max_length=T)
     layers = Decoder(1, DecoderBlock(MultiHeadAttention(2), 8))
     model = LanguageModel(TokenEmbedding(V, D), layers, position_embedding=table)
-    params = parameters(model, TARGET)
+    params = random_variables(model, TARGET)
     positions = np.broadcast_to(np.arange(T), (B, T))
 
     @jax.jit
@@ -162,7 +159,7 @@ class Plain(DecoderBlock):
 @pytest.mark.parametrize("scan", [False, True])
 def test_user_defined_block_gets_the_call_arguments(scan: bool) -> None:
     stack = Decoder(2, Plain(MultiHeadAttention(2), 16, pre_norm=False), scan=scan)
-    params = parameters(stack, X)["params"]
+    params = random_variables(stack, X)["params"]
     out = jax.jit(partial(stack.apply, deterministic=True))({"params": params}, X)
     expected = float64(X)
     for i in range(2):

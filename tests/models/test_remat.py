@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from flax_mha import Decoder, DecoderBlock, MultiHeadAttention
 from flax_mha.models import remat
 from flax_mha.models.experts import Experts
 from flax_mha.positions import Rotary
-from tests.support.oracle import random_like
+from tests.support.arrays import random_variables
 from tests.support.programs import count_equations
 
 KEY = jax.random.key(0)
@@ -34,7 +33,7 @@ def model(remat: Any, scan: bool = False, **fields: Any) -> Decoder:
 
 
 def parameters(scan: bool = False, **fields: Any) -> Any:
-    return random_like(jax.eval_shape(model(False, scan, **fields).init, KEY, X))
+    return random_variables(model(False, scan, **fields), X)
 
 
 def loss(module: Decoder) -> Callable[[Any], jax.Array]:
@@ -68,7 +67,7 @@ def test_policies_change_no_gradient(policy: Any, scan: bool) -> None:
     # A loop of one layer recomputes as a longer one does.
     fields = {"num_layers": 2 if scan else 1}
     plain, saving = (model(x, scan, dropout_rate=0.2).clone(**fields) for x in (False, policy))
-    params = random_like(jax.eval_shape(partial(plain.init, deterministic=True), KEY, X))
+    params = random_variables(plain, X, deterministic=True)
     expected, actual = (jax.jit(jax.value_and_grad(loss(x)))(params) for x in (plain, saving))
     size = max(map(np.max, map(np.abs, jax.tree.leaves(expected[1]))))
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

@@ -61,10 +61,6 @@ def test_nnx_variant_equals_linen_variant(name: str) -> None:
     expected = jax.jit(jax.value_and_grad(loss))(params)
     value, grads = nnx.jit(nnx.value_and_grad(lambda layer: (layer(X) ** 2).sum()))(ours)
     jax.tree.map(np.testing.assert_array_equal, (value, nnx.to_pure_dict(grads)), expected)
-    _check_decoding(linen, ours, params)
-
-
-def _check_decoding(linen: Any, ours: Any, params: Any) -> None:
     ours.init_cache(X.shape)
     decoding = linen.clone(decode=True, cache=CacheConfig(dtype=jnp.float32))
     cache = jax.jit(decoding.init)(jax.random.key(0), X)["cache"]

@@ -10,8 +10,9 @@ import pytest
 from flax_mha import MultiHeadAttention, masks
 from flax_mha.positions import Axial, Llama3, MRope, Rotary
 from tests.support import oracle
+from tests.support.arrays import random_variables
 from tests.support.decoding import decoded
-from tests.support.oracle import error, random_like
+from tests.support.oracle import error
 
 RNG = np.random.default_rng(0)
 KEY = jax.random.key(0)
@@ -90,7 +91,7 @@ def test_mrope_matches_formula() -> None:
 def test_layer_that_rotates_decodes_like_full_forward(rotary: Any, positions: Any) -> None:
     x = RNG.normal(size=(2, 12, 16)).astype(np.float32)
     layer = MultiHeadAttention(2, rotary=rotary, mask=masks.Causal())
-    params = random_like(jax.eval_shape(layer.init, KEY, x))
+    params = random_variables(layer, x)
 
     @jax.jit
     def both(x: jax.Array) -> Any:

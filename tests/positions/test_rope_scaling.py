@@ -22,6 +22,7 @@ from flax_mha.positions import (
 )
 from flax_mha.positions.rope_scaling import Scaling
 from tests.positions.test_axial import rotated
+from tests.support.arrays import random_variables
 from tests.support.oracle import random_like
 
 KEY = jax.random.key(0)
@@ -126,7 +127,7 @@ def test_padding_does_not_lengthen_a_row_without_a_cache() -> None:
     x = np.random.default_rng(0).normal(size=(2, 12, 16)).astype(np.float32)
     layer = MultiHeadAttention(2, rotary=Rotary(scaling=NTK))
     block = DecoderBlock(MultiHeadAttention(2), 8, cross_attention=layer)
-    params = random_like(jax.eval_shape(block.init, KEY, x, x))
+    params = random_variables(block, x, x)
     own = flax_mha.nnx.MultiHeadAttention(2, 16, rotary=layer.rotary, rngs=nnx.Rngs(0))
     graph, state = nnx.split(own)
 

@@ -18,9 +18,9 @@ import pytest
 import flax_mha
 import flax_mha.nnx
 from flax_mha import Capture, EncoderBlock, MultiHeadAttention, interop
+from tests.interop.test_files import CONFIG, variables
 from tests.repository.test_public import MODULES
-from tests.repository.test_security import CONFIG
-from tests.support.oracle import random_like
+from tests.support.arrays import random_variables
 
 X = np.ones((2, 16, 64), np.float32)
 
@@ -43,20 +43,14 @@ EXAMPLES = {
 }
 
 
-def random_variables(layer: nn.Module) -> Any:
-    return random_like(jax.eval_shape(layer.init, jax.random.key(0), X))
-
-
 def names_of_interop() -> dict[str, Any]:
-    family = interop.family(CONFIG)
-    shapes = jax.eval_shape(family.module.init, jax.random.key(0), *family.example)
-    variables = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
-    interop.save(CONFIG, variables, "path/to/Qwen3-0.6B")
+    of_model = variables(CONFIG)
+    interop.save(CONFIG, of_model, "path/to/Qwen3-0.6B")
     layer = MultiHeadAttention(8)
-    weights = random_variables(layer)
+    weights = random_variables(layer, X)
     state_dict = interop.to_torch(layer, weights)
     return {
-        "config": CONFIG, "variables": variables,
+        "config": CONFIG, "variables": of_model,
         "arrays": interop.to_layer(layer, weights, "timm"),
         "layer": SimpleNamespace(state_dict=lambda: state_dict),
         "model": nn.MultiHeadDotProductAttention(8),
@@ -65,7 +59,7 @@ def names_of_interop() -> dict[str, Any]:
 
 def names_of_layers() -> dict[str, Any]:
     layer = MultiHeadAttention(8)
-    variables = random_variables(layer)
+    variables = random_variables(layer, X)
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     return {"layer": layer, "model": layer, "variables": variables, "x": X, "mesh": mesh}
 
@@ -73,7 +67,7 @@ def names_of_layers() -> dict[str, Any]:
 def names_of_clip() -> dict[str, Any]:
     """Return the state of an optimizer like the example's, and what the layer captured."""
     layer = MultiHeadAttention(8, capture=Capture(("max_logit",)))
-    params = random_variables(layer)["params"]
+    params = random_variables(layer, X)["params"]
     _, sown = jax.jit(lambda x: layer.apply({"params": params}, x, mutable="intermediates"))(X)
     state = optax.chain(optax.adam(1e-3), flax_mha.qk_clip(100.0)).init(params)
     return {
@@ -86,27 +80,28 @@ def names_of_clip() -> dict[str, Any]:
 
 def names_of_derivatives() -> dict[str, Any]:
     layer = MultiHeadAttention(8)
-    params = random_variables(layer)
+    params = random_variables(layer, X)
     return {
         "loss": jax.jit(lambda params: jnp.sum(jnp.sin(layer.apply(params, X)))),
         "flax_mha": flax_mha, "params": params, "direction": params,
     }  # fmt: skip
 
 
-def names_of_edits() -> dict[str, Any]:
-    return {"jnp": jnp, "splice": lambda x, encoder, decoder: x, "encoder": X, "decoder": X}
-
-
 def names_of_captures() -> dict[str, Any]:
     layer = MultiHeadAttention(8, capture=Capture(("z",)))
     model = flax_mha.Encoder(1, EncoderBlock(layer, 16))
-    return {"model": model, "variables": random_variables(model), "x": X}
+    return {"model": model, "variables": random_variables(model, X), "x": X}
 
 
 # The names that an example uses, besides public ones.
 NAMES: dict[str, Any] = {
     "cache": lambda: dict.fromkeys("qkv", np.ones((2, 3, 4, 8), np.float32)),
-    "edits.Edit": names_of_edits,
+    "edits.Edit": lambda: {
+        "jnp": jnp,
+        "splice": lambda x, encoder, decoder: x,
+        "encoder": X,
+        "decoder": X,
+    },
     "edits.values": names_of_captures,
     "optimizers.qk_clip.qk_clip": names_of_clip,
     "interop": names_of_interop,

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
 from flax_mha import interop
+from tests.interop.test_files import CONFIG, variables
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = sorted(path for top in ("flax_mha", "experiments") for path in (ROOT / top).rglob("*.py"))
@@ -25,11 +24,6 @@ ALLOWED = {
     ("experiments/runs/log.py", "import_module"),  # two names in that file
     ("experiments/measure/conventions/libraries.py", "import_module"),  # names in that file
 }
-CONFIG = {
-    "model_type": "qwen3", "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8,
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e6,
-}  # fmt: skip
 
 
 def dangers(code: str) -> set[str]:
@@ -79,9 +73,7 @@ class Touch:
 
 def test_model_folder_is_never_executed(tmp_path: Path) -> None:
     mark, folder = tmp_path / "mark", tmp_path / "model"
-    family = interop.family(CONFIG)
-    variables = jax.eval_shape(family.module.init, jax.random.key(0), *family.example)
-    interop.save(CONFIG, jax.tree.map(lambda x: np.ones(x.shape, x.dtype), variables), folder)
+    interop.save(CONFIG, variables(), folder)
     (folder / "modeling_evil.py").write_text(f"open({str(mark)!r}, 'w')")
     config = json.loads((folder / "config.json").read_text())
     dtype = f"__import__('pathlib').Path({str(mark)!r}).touch()"

@@ -12,8 +12,9 @@ from flax import nnx
 import flax_mha
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, MultiHeadAttention, sharding
 from flax_mha.scores import Alibi, Relative, RelativeBias, SoftCap, TransformerXL, relative_bucket
+from tests.support.arrays import random_variables
 from tests.support.decoding import decoded
-from tests.support.oracle import error, random_like
+from tests.support.oracle import error
 
 N, D, T = 4, 16, 40
 KEY = jax.random.key(0)
@@ -67,7 +68,7 @@ def test_layers_of_stack_share_one_bias_table(kind: Any, scan: bool) -> None:
     stack = kind(2, made, scan=scan, scores=(RelativeBias(bidirectional=False, buckets=16),))
     plain = kind(2, made, scan=scan)
 
-    drawn = random_like(jax.eval_shape(stack.init, KEY, X))
+    drawn = random_variables(stack, X)
 
     @jax.jit  # One program: compiling each would cost more than running it.
     def compute(variables: Any) -> Any:
@@ -105,26 +106,17 @@ def test_two_bias_tables_get_names_and_axes() -> None:
 
 
 @pytest.mark.sampled(0.08)
-def test_nnx_layer_learns_bias_table() -> None:
-    layer = flax_mha.nnx.MultiHeadAttention(N, D, scores=(RelativeBias(),), rngs=nnx.Rngs(0))
-    table = layer.relative_bias.get_value()
-    given = flax_mha.nnx.MultiHeadAttention(N, D, scores=(RelativeBias(table),), rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(layer(X), given(X))
-    gradient = nnx.grad(lambda layer: jnp.sum(layer(X) ** 2))(layer)
-    assert np.abs(gradient["relative_bias"].get_value()).max() > 1e-3
-
-
-@pytest.mark.sampled(0.08)
 def test_learned_scores_on_mesh_match_one_device() -> None:
     stack = Encoder(2, block(), scores=(RelativeBias(),))
-    variables = random_like(jax.eval_shape(stack.init, KEY, X))
+    variables = random_variables(stack, X)
     expected = jax.jit(stack.apply)(variables, X)
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         np.testing.assert_allclose(jax.jit(stack.apply)(variables, X), expected, atol=1e-5)
 
 
-VECTORS = {
+SCORES = {
+    "bias": (RelativeBias(), {"relative_bias": (N, 32)}),
     "relative": (Relative(max_distance=3), {"relative_keys": (7, 4)}),
     "xl": (
         TransformerXL(features=6),
@@ -135,12 +127,12 @@ VECTORS = {
 
 
 @pytest.mark.sampled(0.099)
-@pytest.mark.parametrize("kind", VECTORS)
-def test_scores_of_vectors_learn(kind: str) -> None:
+@pytest.mark.parametrize("kind", SCORES)
+def test_scores_learn(kind: str) -> None:
     """In a linen layer, in nnx and in a stack. Decoding equals the full forward."""
-    score, shapes = VECTORS[kind]
+    score, shapes = SCORES[kind]
     layer = MultiHeadAttention(N, scores=(score,), num_kv_heads=2, mask=flax_mha.masks.Causal())
-    variables = random_like(jax.eval_shape(layer.init, KEY, X))
+    variables = random_variables(layer, X)
     assert {name: variables["params"][name].shape for name in shapes} == shapes
     whole, gradient = jax.jit(
         jax.value_and_grad(lambda p: jnp.sum(layer.apply(p, X[:, :8]) ** 2), has_aux=False)
@@ -154,22 +146,10 @@ def test_scores_of_vectors_learn(kind: str) -> None:
     other = flax_mha.nnx.MultiHeadAttention(N, D, scores=(score,), rngs=nnx.Rngs(0))
     assert {name: getattr(other, name).get_value().shape for name in shapes} == shapes
     given = {name.removeprefix("relative_"): getattr(other, name).get_value() for name in shapes}
-    given = {"table" if name == "keys" else name: x for name, x in given.items()}
+    given = {"table" if name in ("keys", "bias") else name: x for name, x in given.items()}
     told = flax_mha.nnx.MultiHeadAttention(N, D, scores=(score.replace(**given),), rngs=nnx.Rngs(0))
     run = nnx.jit(lambda layer: layer(X))
     assert error(run(other), run(told)) < 1e-6
-
-
-def test_relative_bias_without_module_needs_table() -> None:
-    with pytest.raises(TypeError, match="table must be an array"):
-        MultiHeadAttention(N).init(KEY, X, scores=(RelativeBias(),))
-
-
-def test_distances_beyond_the_last_bucket_raise() -> None:
-    q = jnp.ones((1, 4, N, 4))
-    mod = RelativeBias(jnp.ones((N, 32)), max_distance=8)
-    with pytest.raises(ValueError, match=r"max_distance must exceed 8, .* got 8; raise"):
-        flax_mha.dot_product_attention(q, q, q, scores=(mod,))
 
 
 def test_soft_cap_may_exceed_int32() -> None:
