@@ -67,9 +67,9 @@ def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
     )
     if not fits:
         raise ValueError(
-            f"q, k and v must have shapes [*B, T, N, H], [*B, S, K, H] and [*B, S, K, Hv], got "
-            f"{q.shape}, {k.shape} and {v.shape}; split features into at least one head of one "
-            f"feature, and broadcast batch dimensions first"
+            f"q, k and v must have shapes [*B, T, N, H], [*B, S, K, H] and [*B, S, K, Hv] of the "
+            f"same rank, got {q.shape}, {k.shape} and {v.shape}; split features into at least one "
+            f"head of one feature, and broadcast batch dimensions first"
         )
     check_kv_heads(q.shape[-2], k.shape[-2])
     return Dims.of(q, k, v)
