@@ -216,13 +216,13 @@ class Experts(nn.Module):
         names: list[sharding.LogicalNames] = [("experts", *n) for n in _NAMES.values()]
         if self.use_bias:
             names += [(n[0], n[-1]) for n in names]
-        parts = tuple(products.parts(w, n) for w, n in zip(arrays[1:], names, strict=True))
-        if not any(map(any, parts)):
+        specs = tuple(products.fsdp_axes(w, n) for w, n in zip(arrays[1:], names, strict=True))
+        if not any(map(any, specs)):
             names = [*map(products.gathered, names)]
         all_names = [_TOKENS, _TOKENS, (None,), *names]
         # Without the parameters of this call, equal modules share a program.
         module = self.clone(parent=None)
-        on_device = Partial(_on_shards, module, experts, hidden, shared, parts)
+        on_device = Partial(_on_shards, module, experts, hidden, shared, specs)
         return sharding.local(on_device, all_names, (x.shape, _TOKENS), x, logits, *arrays)
 
     @nn.nowrap
@@ -308,16 +308,16 @@ class Experts(nn.Module):
 
 def _on_shards(
     module: Experts, experts: tuple[str, ...], hidden: tuple[str, ...], shared: tuple[str, ...],
-    parts: Sequence[PartitionSpec], *arrays: jax.Array,
+    specs: Sequence[PartitionSpec], *arrays: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """Gather the weights that FSDP shards, and return the sum of a device's experts."""
     compute = functools.partial(module._on_device, experts, hidden, shared)
-    if not any(map(any, parts)):
+    if not any(map(any, specs)):
         return compute(*arrays)
 
-    # Gathers them again backward: the weights of all layers would take memory.
+    # The backward pass gathers them again, so that no layer's whole weights stay in memory.
     @functools.partial(jax.checkpoint, policy=lambda step, *_, **__: step.name != "all_gather")
     def gather(x: jax.Array, logits: jax.Array, bias: jax.Array, *shards: jax.Array) -> jax.Array:
-        return compute(x, logits, bias, *map(products.gather, parts, shards))
+        return compute(x, logits, bias, *map(products.gather, specs, shards))
 
     return gather(*arrays)

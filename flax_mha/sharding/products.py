@@ -5,6 +5,7 @@ FSDP shards each kernel. Sequence parallelism shards positions between layers.
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,7 @@ def _with_shard(
 ) -> jax.Array:  # fmt: skip
     """Gather a kernel over the devices of a `jax.shard_map`, and multiply by it."""
 
-    @jax.checkpoint  # Gathers it again backward: whole kernels of all layers would take memory.
+    @jax.checkpoint  # The backward pass gathers it again, so that no whole kernel stays in memory.
     def multiply(x: jax.Array, shard: jax.Array) -> jax.Array:
         # Not by `all_gather` directly: XLA would also gather axes left Auto.
         kernel = layout.local(Partial(gather, spec), [names], (shape, names), shard)
@@ -82,9 +83,9 @@ def gather(spec: PartitionSpec, shard: jax.Array) -> jax.Array:
 
 
 def joined(*inputs: jax.Array | None) -> tuple[Any, ...]:
-    """Return the inputs of products whose gradients XLA then sums over devices at once.
+    """Return the inputs of several products, so that XLA sums their gradients over devices at once.
 
-    XLA joins sums over devices only if no other gradient stands between them, such as that of a
+    XLA merges two such sums only if no other gradient is added in between, such as that of a
     residual around the layer.
     """
     if jax.sharding.get_abstract_mesh().empty:
@@ -93,8 +94,8 @@ def joined(*inputs: jax.Array | None) -> tuple[Any, ...]:
     return tuple(apart[id(x)] for x in inputs)
 
 
-def parts(kernel: jax.Array, names: LogicalNames) -> PartitionSpec:
-    """Return the mesh axes over which FSDP shards a kernel, for each of its axes."""
+def fsdp_axes(kernel: jax.Array, names: LogicalNames) -> PartitionSpec:
+    """Return the mesh axes over which FSDP shards each axis of a kernel, none if XLA gathers it."""
     if _aborts(kernel):
         return PartitionSpec()
     spec, fsdp = layout.spec(kernel.shape, names), gathered(names)
@@ -105,7 +106,7 @@ def parts(kernel: jax.Array, names: LogicalNames) -> PartitionSpec:
 
 
 def _aborts(x: jax.Array) -> bool:
-    """Tell if XLA aborts at sums of x over devices, to which a gather transposes."""
+    """Tell if XLA aborts at sums over devices of arrays like x, the gradients of gathers."""
     return x.dtype.itemsize < 4 and devices.platform() == "cpu"
 
 
@@ -137,11 +138,12 @@ def _gather_positions(
     if not axes:
         return multiply(x, kernel)
 
-    @jax.checkpoint  # Gathers x again backward.
-    def gather(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    # Under a scan, the backward pass gathers x again, once for all products of x.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def multiply_whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True), kernel)
 
-    return gather(x, kernel)
+    return multiply_whole(x, kernel)
 
 
 def row_parallel(

@@ -105,11 +105,12 @@ def _mix_shard(
     if not gathers:
         return jax.lax.psum_scatter(fn(x, mixing), axes, scatter_dimension=axis, tiled=True)
 
-    @jax.checkpoint  # Gathers x again backward.
-    def gather(x: jax.Array, mixing: jax.Array) -> jax.Array:
+    # Under a scan, the backward pass gathers x again.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def mix_all(x: jax.Array, mixing: jax.Array) -> jax.Array:
         return fn(jax.lax.all_gather(x, axes, axis=axis, tiled=True), mixing)
 
-    return gather(x, mixing)
+    return mix_all(x, mixing)
 
 
 def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.Array) -> jax.Array:
