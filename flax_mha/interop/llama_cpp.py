@@ -40,14 +40,12 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
     try:
         reader = gguf.GGUFReader(path)
+        kind = reader.fields["general.architecture"].contents()
     except (ValueError, IndexError, KeyError) as error:
         raise ValueError(
             f"{path} must be a complete GGUF file, got: {error}; fetch it again"
         ) from None
-    kind, in_parts = (
-        reader.fields["general.architecture"].contents(),
-        "split.count" in reader.fields,
-    )
+    in_parts = "split.count" in reader.fields
     if kind not in _ARCHITECTURES or in_parts:
         raise ValueError(
             f"{path} must be one file with an architecture of {', '.join(_ARCHITECTURES)}, got "
