@@ -14,6 +14,8 @@ import jaxlib.version
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
+from flax_mha.base import symbols
+from flax_mha.base.tensors import HEADS
 from flax_mha.sharding import devices, layout, rules
 from flax_mha.sharding.rules import LogicalNames, unpack_entry
 from flax_mha.sharding.shard_map import run_on_shards
@@ -92,6 +94,44 @@ def joined(*inputs: jax.Array | None) -> tuple[Any, ...]:
         return inputs
     apart = {id(x): jax.lax.optimization_barrier(x) for x in inputs}
     return tuple(apart[id(x)] for x in inputs)
+
+
+def unmerged(
+    x_k: jax.Array, x_v: jax.Array, q: jax.Array, heads: int
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Return the inputs of keys and values, such that XLA for GPUs does not merge their products.
+
+    Below 32 MiB, XLA merges the products of one input, and copies slices of the result. Apart, they
+    move less if heads are not sharded and have at least half as many features as the input.
+
+    Args:
+      x_k: [*B, S, D].
+      x_v: [*B, S, D].
+      q: the product with the kernel of queries [*B, T, N, H].
+      heads: the number of heads of keys.
+    """
+    mesh, features = jax.sharding.get_abstract_mesh(), heads * q.shape[-1]
+    size = x_k.size // x_k.shape[-1] * features // (mesh.size or 1)
+    is_merged = symbols.at_most(size, 2**24) and not symbols.at_most(size, 2**22 - 1)
+    axes = unpack_entry(layout.spec(q.shape, HEADS)[-2])
+    if (
+        is_merged and 2 * features >= x_k.shape[-1] and q.dtype.itemsize == 2
+        and devices.platform() == "gpu" and all(mesh.shape[axis] == 1 for axis in axes)
+    ):  # fmt: skip
+        x_k = _after(x_k, q)
+        x_v = _after(x_v, x_k)
+    return x_k, x_v
+
+
+@jax.custom_jvp
+def _after(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier((x, y))[0]
+
+
+@_after.defjvp
+def _after_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    # Gradients of x are summed as without the barrier.
+    return _after(*primals), tangents[0]
 
 
 def fsdp_axes(kernel: jax.Array, names: LogicalNames) -> PartitionSpec:

@@ -188,6 +188,18 @@ def test_float32_memory(optimized: None, chip: str, arrays: int) -> None:
         assert taken(length, heads) < 4
 
 
+def test_projections_are_not_merged_and_sliced(optimized: None) -> None:
+    """Forward, each product reads x and its kernel and writes once: 3, 3 and 1 for the output."""
+    chip = Chip(gpus.of("h200", 1)[0], is_gpu=True)
+    layer = MultiHeadAttention(16, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    x = chip.array(4, 1024, 2048)
+    variables = chip.initial(layer, x)
+    entry = programs.Entry("", "", "", layer.apply, (variables, x))
+    products, attention, lse = 4 * (16 + 8 + 16), 4 * 16, 0.25
+    moved = measured.measure(chip, entry)["MiB"]
+    assert moved == pytest.approx(products + attention + lse, abs=0.1)
+
+
 @pytest.mark.parametrize(("dtype", "rate"), [("float32", 0.0), ("bfloat16", 0.1)])
 @jax.numpy_dtype_promotion("standard")
 def test_reference_moves_no_more_than_a_layer_of_flax(
