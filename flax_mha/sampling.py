@@ -65,7 +65,11 @@ def _limit(is_kept: Callable[..., jax.Array], logits: jax.Array, most: Any) -> j
 
     def limit(logits: jax.Array, most: Any) -> jax.Array:
         # If devices shared the tokens, each step of a search would wait for a sum of all devices.
-        kept = is_kept(sharding.constrain(logits, (None,)), most)
+        whole = sharding.constrain(logits, (None,))
+        # On one axis, or XLA would gather with the rows last, and copy in each step.
+        flat = whole.reshape(*whole.shape[:-2], -1)
+        whole = lax.optimization_barrier(flat).reshape(whole.shape)
+        kept = is_kept(whole, most)
         return jnp.where(sharding.constrain(kept, (None,)), logits, -jnp.inf)
 
     return sharding.auto(limit, (), logits, most)
@@ -121,21 +125,28 @@ def _fewest(logits: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> j
     """
     _, ranks = _ordered(logits)
     index = _indices(ranks)
+    # GPUs wait for each step, so they take four bits in one.
+    width = 4 if sharding.platform() == "gpu" else 1
 
     def largest(bits: int, start: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        def step(i: jax.Array, x: jax.Array) -> jax.Array:
-            more = x + (jnp.ones_like(x) << (bits - 1 - i).astype(x.dtype))
-            return jnp.where(holds(more), more, x)
+        steps = -(-bits // width)
 
-        return lax.fori_loop(0, bits, step, start)
+        def step(i: jax.Array, x: jax.Array) -> jax.Array:
+            unit = jnp.ones_like(x) << (width * (steps - 1 - i)).astype(x.dtype)
+            digits = jnp.arange(1, 2**width, dtype=x.dtype)
+            held = jax.vmap(lambda digit: holds(x + digit * unit))(digits)
+            return x + held.sum(0, dtype=x.dtype) * unit
+
+        return lax.fori_loop(0, steps, step, start)
 
     # The loop's start is made of data, so that it is sharded as the loop's results.
     zero = ranks.max(-1, keepdims=True) * 0
     info = jnp.iinfo(ranks.dtype)
     least = largest(info.bits, zero + info.min, lambda x: is_enough(ranks >= x))
+    is_above, is_equal = ranks > least, ranks == least
 
     def until(last: jax.Array) -> jax.Array:
-        return (ranks > least) | ((ranks == least) & (index < last))
+        return is_above | (is_equal & (index < last))
 
     bits = logits.shape[-1].bit_length()
     last = largest(bits, zero.astype(index.dtype), lambda x: ~is_enough(until(x)))

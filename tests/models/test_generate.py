@@ -18,6 +18,8 @@ from flax_mha import (
     DecoderBlock,
     EncoderBlock,
     MultiHeadAttention,
+    Platform,
+    kernels,
     sampling,
     sharding,
 )  # fmt: skip
@@ -170,13 +172,19 @@ def test_traced_ids_out_of_range_give_nan_scores() -> None:
 @given(
     st.lists(st.integers(-20, 20) | st.just(-np.inf), min_size=1, max_size=9), st.integers(1, 9),
     st.floats(0.01, 1.0), st.integers(0, 2000), st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from(["cpu", "gpu"]),
 )  # fmt: skip
-@example([0, 20], 2, 1.0, 2000, "float32")
-@example([0, 4], 1, 0.999, 2000, "bfloat16")
+@example([0, 20], 2, 1.0, 2000, "float32", "cpu")
+@example([0, 4], 1, 0.999, 2000, "bfloat16", "gpu")
 def test_top_k_and_top_p_keep_the_right_tokens(
-    logits: list[int], k: int, p: float, more: int, dtype: str
+    logits: list[int], k: int, p: float, more: int, dtype: str, platform: str
 ) -> None:
     """Against NumPy. Of equal logits, the smaller tokens come first."""
+    with kernels.use(platform=Platform(platform)):
+        check_limits(logits, k, p, more, dtype)
+
+
+def check_limits(logits: list[int], k: int, p: float, more: int, dtype: str) -> None:
     x = np.pad(np.asarray(logits, np.float32) / 4, (0, more), constant_values=-2)
     k = min(k + more, len(x))
     order = np.argsort(-x, kind="stable")

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_mha.nnx
-from experiments.common.counts import hlo
+from experiments.common.counts import hlo, traffic
 from experiments.measure import compiled
 from experiments.plan import gpus
 from flax_mha import (
@@ -141,10 +141,8 @@ def test_chips_add_up_in_float32(name: str, chip: str, half: str, optimized: Non
                 assert not (is_half and summed >= ROWS * sums[0].size), x
 
 
-def loops(function: Callable[..., Any], arrays: Any, axis: int, kind: str) -> list[str]:
-    """Return the loops that XLA adds to a function of arrays, sharded along an axis over 8 GPUs.
-
-    A loop of JAX's has a name in the compiled program.
+def program(function: Callable[..., Any], arrays: Any, axis: int, kind: str) -> hlo.Module:
+    """Return the program of a function of arrays, sharded along an axis over 8 GPUs.
 
     Args:
       function: the function.
@@ -164,7 +162,12 @@ def loops(function: Callable[..., Any], arrays: Any, axis: int, kind: str) -> li
 
     with jax.set_mesh(mesh), nn.logical_axis_rules(tuple(rules.items())):
         text, _ = compiled.dumped(jax.jit(function).lower(*jax.tree.map(place, arrays)))
-    found = (run.instruction for run in hlo.Module(text).runs())
+    return hlo.Module(text)
+
+
+def loops(*arguments: Any) -> list[str]:
+    """Return the loops that XLA adds to a `program`. One of JAX's has a name in it."""
+    found = (run.instruction for run in program(*arguments).runs())
     return [x.name for x in found if x.opcode == "while" and not x.source.endswith("while")]
 
 
@@ -210,6 +213,16 @@ def test_xla_adds_no_loop_for_arrays_of_masks(
         return jax.grad(lambda q: jnp.sum(dot_product_attention(q, q, q, mask=mask)))(q)
 
     assert not loops(attend, [jnp.zeros((8, 16, 2, 4)), *map(jnp.asarray, leaves)], axis, kind)
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.gpu_compile
+@each_kind
+@pytest.mark.parametrize("limit", [sampling.top_k, sampling.top_p])
+def test_searches_of_tokens_start_few_kernels(limit: Any, kind: str, optimized: None) -> None:
+    share = 50 if limit is sampling.top_k else 0.9
+    module = program(lambda x: limit(x, share), [jnp.zeros((8, 32768))], 1, kind)
+    assert sum(one.times for one in traffic.walk(module)) < 64
 
 
 @pytest.mark.gpu_compile
