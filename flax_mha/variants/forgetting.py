@@ -189,6 +189,8 @@ def _kept(k: jax.Array, like: jax.Array) -> _Pair:
 def _last(k: jax.Array, length: jax.Array, like: jax.Array) -> _Pair:
     """Read c [*B, 1, N] of the last token from keys [*B, K, S, ·], 0 if there is none."""
     slot = (length - 1)[..., None, None, None] % k.shape[-2]
-    c, error = _kept(jnp.swapaxes(jnp.take_along_axis(k, slot, -2), -3, -2), like)
+    # Without the features of k, all of which XLA for TPUs would copy.
+    parts = k[..., -sum(PARTS) * (like.shape[-1] // k.shape[-3]) :]
+    c, error = _kept(jnp.swapaxes(jnp.take_along_axis(parts, slot, -2), -3, -2), like)
     has_last = length[..., None, None] > 0
     return jnp.where(has_last, c, 0.0), jnp.where(has_last, error, 0.0)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha import sharding
-from flax_mha.base import checks
+from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache
-from flax_mha.kernels.call.stored import Stored, cast, dequantize
+from flax_mha.kernels.call.stored import Stored, dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
 from flax_mha.layer.heads import turn, turn_positions
@@ -120,15 +120,26 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
 def _absorbed(key: Linear, value: Linear, q: jax.Array, r: Stored, c: Stored, **call: Any) -> Any:
     """Attend to latents in a cache: one head of keys [c, r] and values c for all queries."""
-    rotated, latent = dequantize(r), dequantize(c)
+    rotated, latent = (dequantize(x.replace(dtype=q.dtype)) for x in (r, c))
     q, q_rope = jnp.split(q, [q.shape[-1] - r.shape[-1]], -1)
     q = _product("...tnh,rnh->...tnr", key, q)
-    k, v = (cast(_with_bias(linear, latent), q.dtype) for linear in (key, value))
-    q, k = _joined(q, q_rope), jnp.concatenate([k, cast(rotated, q.dtype)], -1)
+    k, v = (_with_bias(linear, latent) for linear in (key, value))
+    if call["scores"] or call["bias"] is not None or not symbols.at_most(q.shape[-3], 64):
+        q, k = _joined(q, q_rope), jnp.concatenate([k, rotated], -1)
+    else:
+        # For few tokens, as scores of their own, because joined keys are a copy of the cache.
+        names = ("batch", "heads", None, c.slots)
+        call["bias"] = sharding.auto(_scores, names, q_rope, rotated, call["scale"])
     # As slots of the cache, which may be sharded.
     slots = (c.replace(values=x, scale=None) for x in (k, v))
     of_heads = functools.partial(_product, "...tnr,rnh->...tnh", value)
     return common.attend(of_heads, q, *slots, **call)
+
+
+def _scores(q: jax.Array, k: jax.Array, scale: Any) -> jax.Array:
+    """Return the scores [*B, N, T, S] of queries [*B, T, N, R] and keys [*B, S, 1, R]."""
+    s = jnp.einsum("...tnr,...skr->...nts", q, k, preferred_element_type=shapes.wide(q.dtype))
+    return s * jnp.asarray(scale, s.dtype)
 
 
 def _with_bias(linear: Linear, c: jax.Array) -> jax.Array:
