@@ -22,7 +22,7 @@ from flax_mha.kernels.call.spec import (
 from flax_mha.kernels.call.stored import Stored
 from flax_mha.kernels.chips import gpus
 from flax_mha.kernels.chips.cpus import computes_in_bfloat16
-from flax_mha.kernels.chips.tpus import SHORTEST
+from flax_mha.kernels.chips.tpus import SHORT, SHORTEST
 from flax_mha.kernels.xla import softmax
 from flax_mha.masks.algebra import in_words
 
@@ -217,6 +217,7 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> tuple
     | platform | the first of these that supports the call |
     |---|---|
     | TPU | `short` for 32 to 512 queries and keys, `reference` up to 256², `flex` |
+    | TPU, from 32 queries and 513 keys on | `flex` |
     | CPU | `reference` up to 256² |
     | CPU, bfloat16 | the same, but only with fewer than 64 queries or keys |
     | GPU | `cudnn`, `flex` above 256², `reference` up to 2,048² and 2²⁸ scores |
@@ -236,6 +237,8 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> tuple
         best = ("reference",) if is_small and not computes_in_bfloat16(q.dtype, T, S) else ()
     elif platform.name == "tpu":
         is_long = not any(symbols.at_most(n, SHORTEST - 1) for n in (T, S))
+        # For more keys `reference` would write the scores of many rows to main memory.
+        is_small = is_small and not (is_long and not symbols.at_most(S, SHORT))
         best = (*["short"] * is_long, *["reference"] * is_small, "flex")
     else:
         takes_flex = not is_small and gpus.capability(platform.device) in FLEX_GPUS

@@ -30,10 +30,13 @@ from tests.kernels.cases import pairs
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu")
 @pytest.mark.parametrize(
     ("name", "H", "K", "dtype", "T", "kind"),
-    pairs(
-        name=["v5e", "v5p", "v6e", "tpu7x"], H=[64, 80, 96, 128, 192], K=[4, 16],
-        dtype=["bfloat16", "int8"], T=[1, 5], kind=["plain", "ring", "scan"],
-    ),
+    [
+        *pairs(
+            name=["v5e", "v5p", "v6e", "tpu7x"], H=[64, 80, 96, 128, 192], K=[4, 16],
+            dtype=["bfloat16", "int8"], T=[1, 5], kind=["plain", "ring", "scan"],
+        ),
+        ("tpu7x", 256, 4, "int8", 1, "plain"),
+    ],
 )  # fmt: skip
 @jax.numpy_dtype_promotion("standard")
 def test_heads_of_any_width_move_a_cache_once(

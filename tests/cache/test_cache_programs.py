@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.plan import gpus
 from flax_mha import CacheConfig, DecoderBlock, MultiHeadAttention, sharding
-from flax_mha.kernels.xla import decode
+from flax_mha.kernels.xla import decode, reference
 from flax_mha.masks import Window
 from flax_mha.models import Decoder
 from flax_mha.positions import Rotary
@@ -39,7 +39,7 @@ SMALL: dict[str, nn.Module] = {
 @pytest.mark.usefixtures("optimized")
 def test_step_does_not_copy_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_BLOCK", {"cpu": 32})
-    monkeypatch.setattr(decode, "_ROWS", {})
+    monkeypatch.setattr(reference, "_ROWS", {})
     shapes = (jax.ShapeDtypeStruct((2, T, 32), jnp.float32) for T in (1024, 1))
     compiled, variables = compiled_step(SMALL[name], *shapes)
     moved = re.findall(

@@ -73,13 +73,16 @@ def test_short_calls_on_cpu_take_reference_kernel(length: int, traced: bool, cho
         (8, 512, "reference"),
         (512, 31, "reference"),
         (512, 512, "short"),
+        (31, 1024, "reference"),
+        (1024, 64, "reference"),
+        (64, 1024, "flex"),
     ],
 )
-def test_short_comes_first_on_tpus_from_32_queries_and_keys_on(
+def test_short_and_flex_come_first_on_tpus_from_32_queries_and_keys_on(
     queries: int, keys: int, first: str
 ) -> None:
     q, k = (jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16) for length in (queries, keys))
-    assert choose.preference(q, k, Platform("tpu"))[0] == first
+    assert explain(q, k, k, platform=Platform("tpu", "TPU v5 lite")).chosen == first
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,25 @@ from tests.support.algebra import Expression, Meant, evaluate, expressions
 class TestReference(KernelContract):
     kernel, derivatives = "reference", EVERY
 
+    @pytest.mark.usefixtures("tpu")
+    @pytest.mark.parametrize(("T", "dtype"), [(1, "float32"), (5, "bfloat16")])
+    def test_few_queries_on_tpus_match_oracle(self, T: int, dtype: str) -> None:
+        """Their products have eight rows there."""
+        rng = np.random.default_rng(T)
+        q, dout, *kv = (
+            jnp.asarray(rng.normal(size=(n, 2, 8)), dtype).astype(jnp.float32) for n in (T, T, 9, 9)
+        )
+        allowed = rng.random((T, 9)) < 0.6
+
+        def attend(*qkv: jax.Array) -> jax.Array:
+            return self.attend(*(x.astype(dtype) for x in qkv), mask=allowed)[0]
+
+        out, pull = jax.vjp(jax.jit(attend), q, *kv)
+        want, _, gradients = exact(q, *kv, allowed=allowed, cotangent=dout)
+        bound = 1e-5 if dtype == "float32" else 2**-7
+        for got, one in zip((out, *pull(dout.astype(dtype))), (want, *gradients), strict=False):
+            assert oracle.error(got, one) < bound
+
 
 class TestCheckpointed(KernelContract):
     kernel, derivatives = "checkpointed", EVERY

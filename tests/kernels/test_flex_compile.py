@@ -1,4 +1,4 @@
-"""flax_mha's own TPU kernels, `flex` and `short`, compiled for TPUs without one."""
+"""flax_mha's own TPU kernels, `flex` and `short`, and `reference`, compiled without a TPU."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -69,6 +69,20 @@ def compiled(
     program = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         return dumped(program.lower(q, k, k, learned, ids))
+
+
+def test_one_query_multiplies_matrices(compiling_for_tpu: None) -> None:
+    """By itself, XLA computes sums of products, in several times the cycles."""
+    q, k = (jax.ShapeDtypeStruct((8, n, 4, 64), jnp.bfloat16) for n in (1, 256))
+    mesh = mesh_of("v5e")
+    with jax.set_mesh(mesh):
+        whole = NamedSharding(mesh, PartitionSpec())
+        program = jax.jit(
+            jax.value_and_grad(lambda *qkv: dot_product_attention(*qkv).sum(), (0, 1, 2)),
+            in_shardings=(whole,) * 3,
+        )
+        text, _ = dumped(program.lower(q, k, k))
+    assert text.count(" convolution(") == 6
 
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 import experiments  # noqa: F401 — keeps libtpu quiet, where it is only a compiler
 from flax_mha.cache import slots
 from flax_mha.kernels.call import stored
-from flax_mha.kernels.xla import decode
+from flax_mha.kernels.xla import decode, reference
 from tests.support.draw import draw
 
 # Collection makes no garbage, and looking for it takes a second.
@@ -129,7 +129,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(decode, "_BLOCK", {"cpu": 3})
     monkeypatch.setattr(decode, "_FEW", 0.5)
-    monkeypatch.setattr(decode, "_ROWS", {"cpu": 8})
+    monkeypatch.setattr(reference, "_ROWS", {"cpu": 8})
     monkeypatch.setattr(decode, "_MANY_ROWS", {"cpu": 16})
     # Calls of more tokens write a window of slots.
     monkeypatch.setattr(slots, "_FEW", 3)

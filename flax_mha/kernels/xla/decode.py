@@ -43,8 +43,6 @@ from flax_mha.sharding.shard_map import vary
 # The keys of a block. Visiting a block by itself copies it.
 _BLOCK = {"cpu": 32}
 _BLOCK_ELSEWHERE = 1024
-# A TPU's matrix units take 8 rows at once. Fewer go through its vector unit, which is slower.
-_ROWS = {"tpu": 8}
 # From so many rows on, a TPU's program would write float32 scores of all keys, more than it reads
 # of keys: blocks of keys are visited one by one.
 _MANY_ROWS = {"tpu": 32}
@@ -117,7 +115,7 @@ def _run(dims: shapes.Dims, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpe
     acc, platform = shapes.wide(q.dtype), spec.platform.name
     if platform == "cpu":
         q = q.astype(acc)
-    q = _pad_rows(q, _ROWS.get(platform, 1))
+    q = reference.pad_rows(q, spec)
     is_of_layer = is_part(k.values if isinstance(k, Stored) else k)
     few_rows = symbols.at_most(dims.G * dims.T, _FEW_ROWS.get(platform, 0))
     dot = _sum_by_row if is_of_layer and few_rows else _multiply
@@ -170,6 +168,9 @@ def _visit(
     """Update the carry (maximum score, sum of exponentials, output) with a block of keys."""
     first = index.astype(jnp.int32) * size
     start = jnp.minimum(first, dims.S - size)
+    if _dtype(k).itemsize == 1 and dims.S % size == 0:
+        # libtpu must see that this is a multiple: elsewhere it would copy all slots of 8 bits.
+        start = first
 
     def cut(x: Any, axis: int) -> jax.Array:
         if size == dims.S or x.shape[axis] == 1:
@@ -200,7 +201,7 @@ def _visit(
         s = jnp.where(is_new, s, finfo_min(total.dtype))
     top, total, p, old = softmax.step(top, total, s, allowed)
     p = spec.apply_dropout(p, at).reshape(*by_head, size) * v_scale
-    p = _pad_rows(p.astype(v.dtype), q.shape[-2])
+    p = reference.pad_rows(p.astype(v.dtype), spec)
     more = dot(p, v, over_keys=True)[..., :rows, :]
     return top, total, out * old + more.reshape(out.shape)
 
@@ -235,13 +236,6 @@ def _bytes(x: Keyed) -> Any:
 def _dtype(x: Keyed) -> Any:
     """Return the dtype in memory of keys or values."""
     return x.values.dtype if isinstance(x, Stored) else x.dtype
-
-
-def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
-    """Return x [*B, K, G·T, ·] with at least this many rows, the added ones 0."""
-    if not symbols.at_most(x.shape[-2], rows - 1):
-        return x
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, 0)])
 
 
 def _vectors(

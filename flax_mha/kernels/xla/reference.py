@@ -36,6 +36,8 @@ from flax_mha.kernels.call.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.call.spec import AttentionSpec, Lowered, Result, Sums, name_result
 from flax_mha.kernels.xla.softmax import finfo_min
 
+# A TPU's matrix units take 8 rows at once. Fewer go through its vector unit, which is slower.
+_ROWS = {"tpu": 8}
 # Below every sum of exponentials except 0, because the maximum exponential is 1.
 _LEAST_TOTAL = 0.5
 
@@ -139,8 +141,17 @@ def _apply_weights(weights: jax.Array, v: jax.Array, spec: AttentionSpec, at: At
             precision = precision[::-1]
         out = jnp.swapaxes(jnp.matmul(v, kept, precision=precision), -1, -2)
     else:
-        out = jnp.matmul(kept, v, precision=spec.precision)
+        out = jnp.matmul(pad_rows(kept, spec), v, precision=spec.precision)
+        out = out[..., : kept.shape[-2], :]
     return spec.scale_kept(out) if is_wide else out
+
+
+def pad_rows(x: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """Return x [..., T, ·] with at least the rows of a matmul on the platform, the added ones 0."""
+    rows = _ROWS.get(spec.platform.name, 1)
+    if not symbols.at_most(x.shape[-2], rows - 1):
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, 0)])
 
 
 def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
@@ -171,8 +182,9 @@ def scores(
     if q.dtype == dtype:
         q = q * jnp.asarray(spec.scale, dtype)
     logits = jnp.matmul(
-        q, jnp.swapaxes(k, -1, -2), precision=spec.precision, preferred_element_type=dtype
-    )
+        pad_rows(q, spec), jnp.swapaxes(k, -1, -2), precision=spec.precision,
+        preferred_element_type=dtype,
+    )[..., : q.shape[-2], :]  # fmt: skip
     if q.dtype != dtype:
         # Scaling q in half precision would round it once more.
         logits = logits * jnp.asarray(spec.scale, dtype)
