@@ -86,6 +86,9 @@ def _widened_jvp(x: tuple[jax.Array], tangent: tuple[jax.Array]) -> tuple[jax.Ar
 
 def _wide_tangent(x: jax.Array) -> jax.Array:
     """Widen a tangent to float32 at least, so that its transpose is summed before it is rounded."""
+    if x.dtype == wide(x.dtype):
+        # XLA sums gradients over devices at once only if nothing stands between them.
+        return x
     bits = jnp.finfo(x.dtype)
     # XLA for TPUs sums in the type that the sum is cast to, even across an optimization barrier.
     return jax.lax.reduce_precision(x.astype(wide(x.dtype)), bits.nexp, bits.nmant)

@@ -69,9 +69,11 @@ class Linear(NamedTuple):
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
             form = self.names, self.rows, self.contracted
+            kernel = kernel.astype(x.dtype)
             return _plus(products.product(parallel, multiply, *form, x, kernel), bias, flat)
 
-        return sharding.auto(product, self.names_of_result, x, kernel, self.bias)
+        weights = self.kernel, self.bias
+        return sharding.auto(product, self.names_of_result, x, *weights, linear=True)
 
     def shares(self, x: jax.Array) -> jax.Array:
         """Return each head's share [*B, T, N, D] of the product with x [*B, T, N, Hv]."""

@@ -68,14 +68,15 @@ class TokenEmbedding(nn.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Return the logits [*B, T, V] of features [*B, T, D], float32 or wider."""
         shapes.check_features("x", x)
-        x, table = promote_dtype(x, self.table.embedding, dtype=self.dtype)
 
         def project(x: jax.Array, table: jax.Array) -> jax.Array:
+            # First gathered as for `look_up`: XLA then sums both gradients over devices at once.
             table = sharding.constrain(table, ("vocab", None))
+            x, table = promote_dtype(x, table, dtype=self.dtype)
             wide = shapes.wide(x.dtype)
             return jnp.einsum("...td,vd->...tv", x, table, preferred_element_type=wide)
 
-        return sharding.auto(project, ("batch", "length", "vocab"), x, table)
+        return sharding.auto(project, ("batch", "length", "vocab"), x, self.table.embedding)
 
 
 class PatchEmbedding(nn.Module):

@@ -7,9 +7,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
+from jax.tree_util import Partial
 
 from flax_mha.base import checks
-from flax_mha.base.trees import combine, is_array, partition
+from flax_mha.base.trees import combine, is_array, is_traced, partition
 from flax_mha.sharding import rules, shard_map
 
 # True while `init` traces, which uses no activations, so that they need no sharding.
@@ -126,7 +127,7 @@ def like(x: jax.Array, other: jax.Array) -> jax.Array:
     return reshard(x, spec_of(other))
 
 
-def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
+def auto(fn: Callable[..., Any], names: Any, *args: Any, linear: bool = False) -> Any:
     """Return fn(*args), with the sharding inside left to the compiler on any mesh.
 
     Explicit axes are Auto inside fn.
@@ -136,8 +137,11 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
       names: the logical names of the result, in a tree like the result. Axes without a rule follow
         the first array.
       *args: trees of arrays.
+      linear: True for a product: the backward pass keeps its arguments, no sharded or cast copies.
     """
     mesh = shard_map.ambient_mesh()
+    if linear and is_traced(args):
+        return jax.checkpoint(Partial(auto, fn, names), prevent_cse=False)(*args)
 
     def run(*args: Any) -> Any:
         return jax.tree.map(lambda n, x: constrain(x, n), names, fn(*args), is_leaf=_is_names)

@@ -270,9 +270,13 @@ def test_step_reads_cache_and_parameters_little_more_than_once(
 
 FSDP = changed(batch="all", embed="all", heads=None, kv_heads=None, mlp=None, vocab=None)
 BF16: Any = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "use_bias": False}
-# Layers and rules, the tokens of an input, and the bytes of an array that each GPU gathers whole.
+# Layers and rules, the tokens of an input, and the bytes of an array that a GPU gathers or casts.
 GATHERED: dict[str, tuple[nn.Module, Any, int, int]] = {
     "kernels": (MultiHeadAttention(N, mask=masks.Causal(), **BF16), FSDP, 64, 2 * 4 * 1024**2),
+    "casts": (
+        MultiHeadAttention(N, mask=masks.Causal(), **BF16 | {"param_dtype": jnp.float32}),
+        changed(batch="all", heads=None, kv_heads=None, mlp=None, vocab=None), 64, 2 * 1024**2,
+    ),
     "positions": (
         MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), **BF16),
         changed(batch=None, norm_length="all", heads="all", kv_heads="all", mlp=None, vocab=None),
@@ -283,10 +287,10 @@ GATHERED: dict[str, tuple[nn.Module, Any, int, int]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", GATHERED)
-def test_no_gathered_array_is_kept_for_the_backward_pass(
+def test_no_gathered_or_cast_array_is_kept_for_the_backward_pass(
     optimized: None, name: str, kind: str
 ) -> None:
-    """Each further layer keeps less than one array that a rule shards."""
+    """Each further layer keeps less than one such array."""
     layer, rules, tokens, gathered = GATHERED[name]
     mesh = Mesh(np.array(gpus.of("h200", 8)), "all", axis_types=(KINDS[kind],))
 

@@ -30,6 +30,7 @@ from flax_mha import (
     masks,
     sharding,
 )
+from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.feed_forward import MLP
 from flax_mha.positions import Rotary
 from flax_mha.sharding import products
@@ -146,6 +147,29 @@ def test_gradients_of_projections_are_summed_once(optimized: None, name: str, ki
     assert {kind for kind, _ in found} == {"all-reduce"}
     # And differential attention's few numbers that all heads share.
     assert expected <= sum(size for _, size in found) <= expected + 512
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_of_a_tied_table_is_summed_once(optimized: None, kind: str) -> None:
+    """Of the lookup and the logits together, over 8 devices for rows, with and without FSDP."""
+    model, mesh = TokenEmbedding(1024, D), pod("v5e:2x4", ("data", "model"), 1, kind)
+    tokens = jax.ShapeDtypeStruct((8, 64), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+
+    def loss(params: Any, tokens: jax.Array) -> Any:
+        x = jnp.tanh(model.apply(params, tokens))
+        return jnp.sum(jnp.sin(model.apply(params, x, method="logits")))
+
+    for fsdp in (None, "data"):
+        rules = (*sharding.RULES, ("embed", fsdp))
+        with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+            params = described(model, tokens)
+            places = jax.tree.map(lambda a: a.sharding, params)
+            program = jax.jit(jax.grad(loss), out_shardings=places).lower(params, tokens)
+        found = total(read(compiled.dumped(program)[0], 8))
+        found.pop("all-gather", None)
+        ((way, (_, size)),) = found.items()
+        assert size * (8 if way == "reduce-scatter" else 1) == 4 * 1024 * D
 
 
 @pytest.mark.sampled(0)
