@@ -32,7 +32,8 @@ from flax_mha import (
     sharding,
 )
 from tests.support import lowered_layers
-from tests.support.meshes import KINDS, changed, described
+from tests.support.catalogue import CATALOGUE
+from tests.support.meshes import KINDS, described
 
 pytestmark = [
     pytest.mark.slow,
@@ -268,42 +269,45 @@ def test_step_reads_cache_and_parameters_little_more_than_once(
     assert measured.measure(chip, entry)["MiB"] * 2**20 < most * least
 
 
-FSDP = changed(batch="all", embed="all", heads=None, kv_heads=None, mlp=None, vocab=None)
-BF16: Any = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "use_bias": False}
-# Layers and rules, the tokens of an input, and the bytes of an array that a GPU gathers or casts.
-GATHERED: dict[str, tuple[nn.Module, Any, int, int]] = {
-    "kernels": (MultiHeadAttention(N, mask=masks.Causal(), **BF16), FSDP, 64, 2 * 4 * 1024**2),
-    "casts": (
-        MultiHeadAttention(N, mask=masks.Causal(), **BF16 | {"param_dtype": jnp.float32}),
-        changed(batch="all", heads=None, kv_heads=None, mlp=None, vocab=None), 64, 2 * 1024**2,
-    ),
-    "positions": (
-        MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), **BF16),
-        changed(batch=None, norm_length="all", heads="all", kv_heads="all", mlp=None, vocab=None),
-        512, 2 * 8 * 512 * 1024,
-    ),
-}  # fmt: skip
+SHARDED = {
+    "fsdp": dict.fromkeys(["batch", "embed"], "all"),
+    "norm_length": dict.fromkeys(["norm_length", "heads", "kv_heads", "mlp", "experts"], "all"),
+}
+# Not the one with a single key/value head.
+STACKED = [
+    name for name, entry in CATALOGUE.items()
+    if entry.make and entry.inputs == "features" and issubclass(entry.value, nn.Module)
+    and name not in ("encoder", "position embedding", "layer of all options")
+]  # fmt: skip
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", GATHERED)
-def test_no_gathered_or_cast_array_is_kept_for_the_backward_pass(
-    optimized: None, name: str, kind: str
+@pytest.mark.parametrize("rule", SHARDED)
+@pytest.mark.parametrize("name", STACKED)
+@jax.numpy_dtype_promotion("standard")
+def test_two_gpus_keep_half_for_the_backward_pass(
+    optimized: None, name: str, rule: str, kind: str
 ) -> None:
-    """Each further layer keeps less than one such array."""
-    layer, rules, tokens, gathered = GATHERED[name]
-    mesh = Mesh(np.array(gpus.of("h200", 8)), "all", axis_types=(KINDS[kind],))
+    """A further layer of a scan keeps no weights or activations whole that a rule shards."""
+    make = CATALOGUE[name].make
+    assert make is not None
+    layer, shape = make(dtype="bfloat16", param_dtype="bfloat16"), (8, 64, 512)
+    mesh = Mesh(np.array(gpus.of("h200", 2)), "all", axis_types=(KINDS[kind],))
 
     def loss(variables: Any, x: Any) -> Any:
         return jnp.sum(jnp.sin(stack.apply(variables, x).astype(jnp.float32)))
 
     held = []
-    for repeats in (4, 8):
-        stack = lowered_layers.Residual(layer, repeats)
-        with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-            spec = sharding.spec((8, tokens, 1024), ("batch", "norm_length", None))
-            place = NamedSharding(mesh, spec)
-            x = jax.ShapeDtypeStruct((8, tokens, 1024), jnp.bfloat16, sharding=place)
-            _, found = compiled.dumped(jax.jit(jax.grad(loss)).lower(described(stack, x), x))
-        held.append(found.memory_analysis().temp_size_in_bytes)
-    assert held[1] - held[0] < 4 * gathered
+    for rules in ({}, SHARDED[rule]):
+        for repeats in (2, 4):
+            stack = lowered_layers.Residual(layer, repeats)
+            named = tuple((dict.fromkeys(dict(sharding.RULES)) | rules).items())
+            with jax.set_mesh(mesh), nn.logical_axis_rules(named):
+                spec = sharding.spec(shape, ("batch", "norm_length", None))
+                place = NamedSharding(mesh, P(*(x if x == "all" else None for x in spec)))
+                x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+                _, found = compiled.dumped(jax.jit(jax.grad(loss)).lower(described(stack, x), x))
+            held.append(found.memory_analysis().temp_size_in_bytes)
+    # And a share of the shards themselves.
+    assert held[3] - held[2] < 0.62 * (held[1] - held[0])
