@@ -352,9 +352,9 @@ def _stretch_gradients(
             qq, kk = (*queries, q)[0][...], rotated.keys(call, tables, step, k)
             p, ds = _gradient(make(masked), qq, kk, v[...], do[...], numbers)
             p, ds = p.astype(do.dtype), ds.astype(q.dtype)
-            products = [(dv_acc, do[...], p), (dk_acc, qq, ds)]
-            # libtpu's schedules of tiles without and with a mask are shortest in these orders.
-            for acc, a, b in reversed(products) if masked else products:
+            products = [(dk_acc, qq, ds), (dv_acc, do[...], p)]
+            # libtpu's schedules are the shortest in these orders.
+            for acc, a, b in reversed(products) if call.device in tpus.WIDE else products:
                 acc[:, at] += dot(call, a, b, 1, 1)
             dq_acc[...] += dot(call, kk, ds, 1, 0)
 
