@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 
 from flax_mha import sharding
-from flax_mha.base.coordinates import ScoreArray
+from flax_mha.base.coordinates import Array, ScoreArray
 from flax_mha.base.shapes import lead
 from flax_mha.base.trees import Struct
 
@@ -16,62 +16,65 @@ from flax_mha.base.trees import Struct
 class Turn(Struct):
     """A rotation of the first 2·P features of each token by an angle for each pair.
 
-        y = x·cos + partner(x)·sin
+        y₁ = x₁·cos − x₂·sin;   y₂ = x₂·cos + x₁·sin
 
-    partner(x) swaps the two features of each pair. Other features keep their values.
+    Other features keep their values.
 
     Attributes:
       x: queries or keys [*B, T, N, H] that are not rotated yet, or None.
-      cos: float [*B|1, 1, T, H].
-      sin: float [*B|1, 1, T, H], negative for the first feature of a pair.
-      pairs: P.
+      cos: the cosines of the angles, float [*B|1, 1, T, P].
+      sin: their sines.
       interleaved: True for pairs (0, 1), (2, 3), …, else (0, P), (1, P + 1), …
     """
 
     x: Any
     cos: ScoreArray
     sin: ScoreArray
-    pairs: int = struct.field(pytree_node=False)
     interleaved: bool = struct.field(pytree_node=False)
 
     @classmethod
     def of(cls, x: jax.Array, theta: jax.Array, interleaved: bool, size: float) -> "Turn":
         """Return x [*B, T, N, H] and its rotation by angles [*B|1, T, P], multiplied by `size`."""
-        theta, features, P = lead(theta, x.ndim - 1), x.shape[-1], theta.shape[-1]
-        is_second = np.arange(2 * P) % 2 == 1 if interleaved else np.arange(2 * P) >= P
 
         def tables(theta: jax.Array) -> list[jax.Array]:
-            missing = [(0, 0)] * (theta.ndim - 1) + [(0, features - 2 * P)]
-            cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
-            cos, sin = (
-                jnp.repeat(x, 2, -1) if interleaved else jnp.concatenate([x, x], -1)
-                for x in (cos, sin)
-            )
-            pairs = (cos, 1), (jnp.where(is_second, sin, -sin), 0)
-            return [jnp.pad(x, missing, constant_values=c)[..., None, :, :] for x, c in pairs]
+            theta = theta[..., None, :, :]
+            return [f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin)]
 
-        cos, sin = sharding.auto(tables, [(), ()], theta)
-        return cls(x, ScoreArray(cos), ScoreArray(sin), P, interleaved)
+        cos, sin = sharding.auto(tables, [(), ()], lead(theta, x.ndim - 1))
+        return cls(x, ScoreArray(cos), ScoreArray(sin), interleaved)
 
     @property
     def shape(self) -> Any:
         """The shape of x."""
         return self.x.shape
 
-    def swap(self, dtype: Any) -> jax.Array:
-        """Return the matrix [H, H] of partner(x). A product with it is exact."""
-        partner = np.arange(self.cos.array.shape[-1])
-        first = partner[: 2 * self.pairs]
-        partner[: 2 * self.pairs] = first ^ 1 if self.interleaved else np.roll(first, self.pairs)
-        return jnp.asarray(np.eye(len(partner), dtype=np.float32)[partner], dtype)
+    def tables(self, features: int) -> list[Array]:
+        """Return c and s of y = x·c + partner(x)·s for each feature, [*B|1, 1, T, H].
+
+        partner(x) swaps the two features of each pair.
+        """
+        cos, sin = self.cos.array, self.sin.array
+        rest = [(0, 0)] * (cos.ndim - 1) + [(0, features - 2 * cos.shape[-1])]
+
+        def join(*pair: Array) -> jax.Array:
+            if self.interleaved:
+                return jnp.stack(pair, -1).reshape(*cos.shape[:-1], -1)
+            return jnp.concatenate(pair, -1)
+
+        pairs = (join(cos, cos), 1), (join(-sin, sin), 0)
+        return [jnp.pad(x, rest, constant_values=c) for x, c in pairs]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Rotate x [*B, T, N, H], computed in the dtype of the angles."""
-        cos, sin = (
-            lead(jnp.swapaxes(table.array, -3, -2), x.ndim) for table in (self.cos, self.sin)
-        )
-        partner = jnp.einsum("...h,hg->...g", x, self.swap(x.dtype), precision="highest",
-                             preferred_element_type=cos.dtype)  # fmt: skip
+        H, R = x.shape[-1], 2 * self.cos.array.shape[-1]
+        cos, sin = (lead(jnp.swapaxes(table, -3, -2), x.ndim) for table in self.tables(H))
+        at = np.arange(H)
+        at[:R] = at[:R] ^ 1 if self.interleaved else np.roll(at[:R], R // 2)
+        # A product with a permutation is exact.
+        partner = jnp.einsum(
+            "...h,hg->...g", x, jnp.asarray(np.eye(H, dtype=np.float32)[at], x.dtype),
+            precision="highest", preferred_element_type=cos.dtype,
+        )  # fmt: skip
         return (x.astype(cos.dtype) * cos + partner * sin).astype(x.dtype)
 
 

@@ -41,6 +41,8 @@ _PRECISIONS: dict[Any, lax.Precision] = {
     ),
 }
 
+# Kinds with matrix units of 256 × 256.
+WIDE = "TPU v6 lite", "TPU7x"
 # The fast memory of a core in MiB, by the device kind of JAX. Others have at least `_LEAST`.
 _MEMORY = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 128, "TPU7x": 64}
 _LEAST = 16

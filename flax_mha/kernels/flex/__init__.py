@@ -129,7 +129,9 @@ def _tables(spec: AttentionSpec, q: jax.Array, lengths: tuple[int, int]) -> Tabl
         return None
 
     def stored(turn: Turn, length: int) -> tuple[jax.Array, jax.Array]:
-        flat = (jnp.asarray(flat_batch(x.array, Dims.of(q, q, q))) for x in (turn.cos, turn.sin))
+        halves = [turn.cos.array, turn.sin.array]
+        given = turn.tables(q.shape[-1]) if turn.interleaved else halves
+        flat = (jnp.asarray(flat_batch(x, Dims.of(q, q, q))) for x in given)
         cos, sin = (heads_first(x.swapaxes(1, 2), length, True) for x in flat)
         return cos, sin
 

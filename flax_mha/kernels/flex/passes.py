@@ -9,7 +9,7 @@ from jax import lax
 
 from flax_mha.base import trees
 from flax_mha.kernels.call.spec import Result, Sums, name_result
-from flax_mha.kernels.flex.tile import FlexCall
+from flax_mha.kernels.flex.tile import LN2, LOG2E, FlexCall
 from flax_mha.kernels.xla import softmax
 
 
@@ -17,8 +17,9 @@ class Tables(NamedTuple):
     """The rotation of queries and keys inside a kernel.
 
     Attributes:
-      q: the cosines and sines of queries, float32 [R|1, 1, H, T′], as of a `Turn`.
-      k: those of keys, float32 [R|1, 1, H, S′].
+      q: the cosines and sines of queries, float32 [R|1, 1, P, T′], as of a `Turn`, or of each
+        feature, [R|1, 1, H, T′], if its pairs are interleaved.
+      k: those of keys, float32 [R|1, 1, P|H, S′].
     """
 
     q: tuple[Any, Any]
@@ -65,7 +66,11 @@ def core(call: FlexCall, result: Result | None, x: Arrays) -> Result:
     if result is not None:
         return result
     (out,), stats = _attend(call, False, x)
-    return out, Sums(stats[:, :, 0], stats[:, :, 1])
+    return out, _sums(stats)
+
+
+def _sums(stats: jax.Array) -> Sums:
+    return Sums(stats[:, :, 0] * LN2, stats[:, :, 1])
 
 
 @functools.partial(trees.trace_once, num_static=2)
@@ -75,11 +80,14 @@ def _attend(call: FlexCall, exact: bool, x: Arrays) -> tuple[list[jax.Array], ja
 
 def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, Any]:
     if result is not None:
-        return result, (x, [result[0]], jnp.stack(result[1], 2))
+        top, total = result[1]
+        # The maximum of a fully masked query must stay finite.
+        top = jnp.maximum(top * LOG2E, softmax.finfo_min(top.dtype))
+        return result, (x, [result[0]], jnp.stack([top, total], 2))
     call = call._replace(reads_sums=True)
     parts, stats = name_result(*_attend(call, True, x))
     out = parts[0].astype(x.q.dtype)
-    return (out, Sums(stats[:, :, 0], stats[:, :, 1])), (x, parts, stats)
+    return (out, _sums(stats)), (x, parts, stats)
 
 
 def split(out: jax.Array, dtype: Any, exact: bool) -> list[jax.Array]:
@@ -129,7 +137,7 @@ def _gradients(
     dq, dk, dv, leaves = call.machine.gradients(call, x, *given)
     sinks = None
     if x.sinks is not None:
-        by_row = softmax.sink_gradient(x.sinks[:, :, 0], top, share, delta)
+        by_row = softmax.sink_gradient(x.sinks[:, :, 0], top * LN2, share, delta)
         sinks = by_row.sum((0, 2))[None, :, None, None]
     return Arrays(dq, dk, dv, leaves, sinks)
 

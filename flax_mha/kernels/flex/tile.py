@@ -1,5 +1,6 @@
 """The static part of a call, and a tile of its scores, for any machine."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,6 +13,8 @@ from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import AttentionSpec, Platform
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.xla.tile_plan import Plan
+
+LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 
 class Machine(NamedTuple):
@@ -30,9 +33,9 @@ class Machine(NamedTuple):
       missing: returns the operation that a function needs and the compiler lacks, or None.
       run: returns a function's result in a kernel, for closed-over arrays and arguments.
       forward: returns out, if `exact` with the bits that its dtype loses (see `split`), and each
-        query's maximum and sum of exponentials, [R, N, 2, T′].
+        query's maximum, in base 2, and sum of exponentials, [R, N, 2, T′].
       gradients: returns the gradients of q, k, v and leaves from `Arrays`, dout, and [R, N, 3, T′]:
-        the maximum, 1/sum, and δ of `softmax.gradient_inputs`.
+        the maximum, in base 2, 1/sum, and δ of `softmax.gradient_inputs`.
     """
 
     check: Callable[[jax.Array, jax.Array, jax.Array, Platform], str | None]
@@ -69,7 +72,8 @@ class FlexCall(NamedTuple):
       plan: the division into tiles.
       device: JAX's name of the device kind.
       states: True if there can be full tiles, and partial ones.
-      plain: a tile's scores, a function of closed-over arrays, the spec's leaves, `At`, and q·kᵀ.
+      plain: a tile's scores in base 2, times log2(e), so that exponentials need no product: a
+        function of closed-over arrays, the spec's leaves, `At`, and q·kᵀ.
       masked: the same under the mask. If T or S is no multiple of the blocks, a last argument says
         which scores exist.
       closed: the arrays that `plain` closes over, then those of `masked`.
@@ -100,9 +104,11 @@ class FlexCall(NamedTuple):
     swapped: Any = None
 
     @property
-    def changes_scores(self) -> bool:
-        """True if there are score functions."""
-        return bool(fill(self.form, self.leaves).scores)
+    def slope(self) -> float | None:
+        """The derivative of the scores by q·kᵀ if it is a constant, or None."""
+        spec = fill(self.form, self.leaves)
+        scale = spec.scale
+        return scale if isinstance(scale, float | int) and not spec.scores else None
 
     def gain(self, x: jax.Array) -> jax.Array:
         """Scale a product of kept weights, as `AttentionSpec.scale_kept`."""
@@ -127,13 +133,15 @@ class Tile(NamedTuple):
         dims, spec = call.plan.dims, fill(call.form, leaves)
         inside = (at.q < dims.T) & (at.k < dims.S)
         # Clamp indices to the last query and key, so that user functions see no padding index.
-        q, k = jnp.minimum(at.q, dims.T - 1), jnp.minimum(at.k, dims.S - 1)
-        at = spec.override(at._replace(q=q, k=k))
+        if call.plan.ragged:
+            q, k = jnp.minimum(at.q, dims.T - 1), jnp.minimum(at.k, dims.S - 1)
+            at = at._replace(q=q, k=k)
+        at = spec.override(at)
         keep = None if spec.dropout is None else spec.dropout.keep(*at)
         return cls(call, masked, closed, leaves, at, inside, keep)
 
     def score(self, s: jax.Array, leaves: Sequence[Any]) -> jax.Array:
-        """Return the scores from q·kᵀ: −∞ where masked, and beyond the last query and key."""
+        """Return the scores in base 2 from q·kᵀ, −∞ where masked and beyond the last tokens."""
         function, args = self.function(s, leaves)
         return self.call.machine.run(function, *args)
 

@@ -15,7 +15,7 @@ from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.function import DTYPES
 from flax_mha.kernels.flex.function import trace as trace_function
 from flax_mha.kernels.flex.operand import Operand
-from flax_mha.kernels.flex.tile import FlexCall, Machine, SpecForm, fill
+from flax_mha.kernels.flex.tile import LOG2E, FlexCall, Machine, SpecForm, fill
 from flax_mha.kernels.xla.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY
 from flax_mha.masks.algebra import TracedNumbers, evaluate
@@ -35,7 +35,8 @@ def trace(
     precision = tpus.precision(spec.precision)
     if isinstance(precision, str):
         return precision
-    turn = (spec.turns[0].pairs, spec.turns[0].interleaved) if spec.turns else (0, False)
+    of_q = spec.turns and spec.turns[0]
+    turn = (of_q.cos.array.shape[-1], of_q.interleaved) if of_q else (0, False)
     spec = spec.replace(sinks=None, row_ids=None, head_ids=None, turns=None)
     if spec.dropout is not None:
         seed = spec.dropout.seed
@@ -113,18 +114,26 @@ def divide(spec: AttentionSpec, dims: Dims, machine: Machine, device: str) -> tu
 def _score(
     form: SpecForm, masked: bool, arrays: list[Any], at: At, s: jax.Array, *inside: jax.Array
 ) -> jax.Array:
-    """Return the scores of a tile from q·kᵀ, for the spec's arrays: −∞ where masked, if asked."""
+    """Return the scores of a tile in base 2 from q·kᵀ, for the spec's arrays.
+
+    They are −∞ where masked, if asked.
+    """
     tile = fill(form, arrays)
-    s = s * tile.scale
-    if not masked:
-        return tile.replace(mask=None).apply(s, at)[0]
-    allowed = jnp.ones((1, 1), bool) if tile.mask is None else evaluate(tile.mask, at)
-    for x in inside:
-        allowed = allowed & x
-    allowed = jnp.broadcast_to(allowed, s.shape)
+    allowed: Any = None
+    if masked:
+        allowed = jnp.ones((1, 1), bool) if tile.mask is None else evaluate(tile.mask, at)
+        for x in inside:
+            allowed = allowed & x
+        allowed = jnp.broadcast_to(allowed, s.shape)
     if tile.scores:
+        s = s * tile.scale
         # Masked scores must not enter the score functions (see `AttentionSpec.apply`).
-        s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
+        s = jnp.where(allowed, s, 0.0) if masked else s
+        s = tile.replace(mask=None).apply(s, at)[0] * LOG2E
+    else:
+        s = s * (tile.scale * LOG2E)
+    if not masked:
+        return s
     s = jnp.where(allowed, s, -jnp.inf)
     if isinstance(tile.mask, TracedNumbers):
         # Numbers other than 0 and 1 make scores NaN.

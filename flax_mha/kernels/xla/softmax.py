@@ -138,7 +138,7 @@ def gradient_inputs(
     out: jax.Array, has_keys: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array,
     dsums: Sums, axis: int = -1,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Return the arguments of `weights` and `gradient` for each query: dout, top, 1/total and δ.
+    """Return what gradients take of each query: dout, top, 1/total and δ.
 
     out and its cotangent dout have the features in an axis, −1 or −2, that the others lack. Fully
     masked queries have no `has_keys`, and a dout of 0. `top` and `total` include the sinks, and
@@ -158,15 +158,10 @@ def gradient_inputs(
     return dout, top, 1 / divisor(total), delta - dtotal * total
 
 
-def weights(s: jax.Array, top: jax.Array, share: jax.Array) -> jax.Array:
-    """Return the weights of a tile of scores. exp(s − lse) would lose digits of large scores."""
-    return lax.mul(lax.exp(lax.sub(s, top)), share)
-
-
 def gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, masked: bool = True) -> jax.Array:
     """Return the gradient of a tile of scores: 0 where masked, because dp may be infinite there."""
-    ds = lax.mul(p, lax.sub(dp, delta))
-    return select(_is_zero(p), 0.0, ds) if masked else ds
+    change = lax.sub(dp, delta)
+    return lax.mul(p, select(_is_zero(p), 0.0, change) if masked else change)
 
 
 def sink_gradient(

@@ -248,7 +248,8 @@ def tile_gradient(
     product = static.apply_scale(dot(q, k, 1, 1, spec, acc))
     args = product, leaves, static.vectors(spec, q, k, acc)
     s, pull = jax.vjp(score, *args) if spec.scores else (score(*args), None)
-    p = softmax.weights(s, top, share)
+    # exp(s − lse) would lose digits of large scores.
+    p = lax.mul(lax.exp(lax.sub(s, top)), share)
     dp = spec.scale_kept(tile.apply_dropout(dot(dout, v, 1, 1, spec, acc), at))
     ds = softmax.gradient(p, dp, delta, masked)
     # Without score functions, ds is the gradient of q·kᵀ: masked weights p are 0.

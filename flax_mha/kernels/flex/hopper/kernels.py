@@ -1,6 +1,5 @@
 """The kernels of flex for Hopper: forward, and the gradients of q, k, v and leaves of floats."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -16,11 +15,10 @@ from flax_mha.kernels.flex.hopper.fragments import call_with_slope
 from flax_mha.kernels.flex.hopper.launch import padded, run
 from flax_mha.kernels.flex.hopper.sync import ROWS, add_product, multiply
 from flax_mha.kernels.flex.passes import Arrays
-from flax_mha.kernels.flex.tile import FlexCall, Tile, fill
+from flax_mha.kernels.flex.tile import LN2, LOG2E, FlexCall, Tile, fill
 from flax_mha.kernels.xla import softmax
 from flax_mha.masks import EMPTY
 
-LOG2E = math.log2(math.e)
 # The most features of heads whose gradients of keys and values are summed together.
 TOGETHER = 64
 # The sizes of kernels by the features of a head.
@@ -66,7 +64,7 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
             s = multiply(own(0, start), keys.wait(number).transpose((1, 0)))
             keys.release(number)
             tile = block.tile(masked, g, first, start)
-            s = jnp.broadcast_to(tile.score(s, tile.leaves), shape) * LOG2E
+            s = jnp.broadcast_to(tile.score(s, tile.leaves), shape)
             new = jnp.maximum(top, s.max(-1))
             p, old = jnp.exp2(s - spread(new, 0, shape)), jnp.exp2(top - new)
             total = total * old + p.sum(-1)
@@ -82,7 +80,7 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
         _, (top, total, sums) = block.each(step, (top, total, zeros(ROW, Hv)))
         share = 1 / softmax.divisor(total)
         _store(out, block, first, call.gain(sums) * spread(share, 0, sums.shape))
-        for n, y in enumerate((top / LOG2E, total)):
+        for n, y in enumerate((top, total)):
             plgpu.store(stats.at[block.r, block.h, n, pl.ds(first, ROW)], y, optimized=False)
 
     R, N, T, _ = q.shape
@@ -96,7 +94,7 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
 
 
 # The padded matrices that gradients are computed from, q, k, v and the cotangent of out, and the
-# numbers of queries [R, N, 3, T′] of `Machine.gradients`, with the maximum in base 2.
+# numbers of queries [R, N, 3, T′] of `Machine.gradients`.
 Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
@@ -112,8 +110,8 @@ def _gradient(
     # The product follows the leaves and the coordinates.
     at = len(function.constvars) + (len(tile.leaves) + len(tile.at) if leaf is None else leaf)
     s, slope = call_with_slope(function, args, at)
-    p = jnp.exp2(jnp.broadcast_to(s, dot.shape) * LOG2E - top) * share
-    return p, softmax.gradient(p, tile.call.gain(tile.drop(dp)), delta) * slope
+    p = jnp.exp2(jnp.broadcast_to(s, dot.shape) - top) * share
+    return p, softmax.gradient(p, tile.call.gain(tile.drop(dp)), delta) * (slope * LN2)
 
 
 def _query_pass(
@@ -255,9 +253,6 @@ def gradients(
     call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
     """Return the gradients of q, k, v and the leaves of floats. See `Machine`."""
-    # Exponentials are of base 2 here. The maximum of a fully masked query must stay finite.
-    top = jnp.maximum(stats[:, :, :1] * LOG2E, softmax.finfo_min(stats.dtype))
-    stats = jnp.concatenate([top, stats[:, :, 1:]], 2)
     q, k, v, dout = map(padded, (x.q, x.k, x.v, dout))
     operands = q, k, v, dout, stats
     together = max(q.shape[-1], v.shape[-1]) <= TOGETHER

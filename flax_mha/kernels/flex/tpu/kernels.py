@@ -26,7 +26,7 @@ from flax_mha.base.coordinates import Array, At
 from flax_mha.kernels.chips import tpus
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.passes import Arrays, split
-from flax_mha.kernels.flex.tile import FlexCall, Tile
+from flax_mha.kernels.flex.tile import LN2, LOG2E, FlexCall, Tile
 from flax_mha.kernels.flex.tpu import rotated
 from flax_mha.kernels.flex.tpu.tile_order import (
     LAST,
@@ -223,19 +223,17 @@ def forward(call: FlexCall, x: Arrays, exact: bool) -> tuple[list[jax.Array], ja
         @pl.when(step.begin)
         def begin() -> None:
             queries[...] = rotated.queries(call, tables, step, q).T
-            acc[...] = jnp.zeros_like(acc)
-            if sinks is None:
-                total[...], top[...] = jnp.zeros_like(total), softmax.begin(jnp.zeros_like(top))
-            else:
-                total[...] = jnp.ones_like(total)
-                top[...] = jnp.broadcast_to(sinks[...], top.shape)
+            least: Any = softmax.finfo_min(top.dtype)
+            first = least if sinks is None else jnp.maximum(sinks[...] * LOG2E, least)
+            for ref, x in (acc, 0.0), (total, float(sinks is not None)), (top, first):
+                ref[...] = jnp.broadcast_to(x, ref.shape)
 
         def visit(masked: bool) -> None:
             tile, values, keys = make(masked), v[...], rotated.keys(call, tables, step, k)
             s = tile.score(dot(call, queries[...], keys, 1, 0), tile.leaves)
             before = top[...]
             new = jnp.maximum(before, jnp.max(s, 1, keepdims=True))
-            p, old = jnp.exp(s - _spread(new, bk)), jnp.exp(before - new)
+            p, old = jnp.exp2(s - _spread(new, bk)), jnp.exp2(before - new)
             total[...] = total[...] * old + jnp.sum(p, 1, keepdims=True)
             top[...] = new
             product = dot(call, tile.drop(p).astype(values.dtype), values, 1, 1)
@@ -267,7 +265,7 @@ def _gradient(
 ) -> list[Any]:  # fmt: skip
     """Return the kept weights, and the gradients of q·kᵀ and, if asked, of the leaves.
 
-    `numbers` are the maximum, share and δ of the queries, [3, queries].
+    Gradients lack a factor, see `_factor`. `numbers` are those of `Machine.gradients`.
     """
     call = tile.call
 
@@ -277,16 +275,22 @@ def _gradient(
 
     rows = [numbers[n : n + 1, :] for n in range(3)]
     top, share, delta = rows if call.keys_first else [row.T for row in rows]
+
     qk, leaves = product(q, k), [tile.leaves] if learned else []
-    # Without score functions, the derivative of the mask is to set those of weights of 0 to 0.
-    by_weights = not learned and not call.changes_scores
-    differentiated = tile._replace(masked=False) if by_weights else tile
-    s, pull = jax.vjp(lambda s, x=tile.leaves: differentiated.score(s, x), qk, *leaves)
-    p = softmax.weights(tile.score(qk, tile.leaves) if by_weights else s, top, share)
+    score: Any = tile.score if learned else functools.partial(tile.score, leaves=tile.leaves)
+    # The factor is the slope, and the derivative of the mask is to set those of weights of 0 to 0.
+    by_weights = call.slope is not None and not learned
+    s, pull = (score(qk), lambda ds: [ds]) if by_weights else jax.vjp(score, qk, *leaves)
+    p = jnp.exp2(s - top) * share
     dp = call.gain(tile.drop(product(dout, v)))
     # It makes masked gradients 0, even where dp is infinite or NaN.
     masked = tile.masked and by_weights
     return [tile.drop(p), *pull(softmax.gradient(p, dp, delta, masked))]
+
+
+def _factor(call: FlexCall) -> float:
+    """Return the factor of the sums of a tile's gradients, from those of scores in base 2."""
+    return LN2 if call.slope is None else call.slope
 
 
 def gradients(
@@ -340,7 +344,7 @@ def _stretch_gradients(
 
         @pl.when(step.begin)
         def begin() -> None:
-            dq_acc[...] = jnp.zeros_like(dq_acc) if earlier is None else earlier[...]
+            dq_acc[...] = jnp.zeros_like(dq_acc)
             for ref in queries:
                 ref[...] = rotated.queries(call, tables, step, q)
 
@@ -348,19 +352,22 @@ def _stretch_gradients(
             qq, kk = (*queries, q)[0][...], rotated.keys(call, tables, step, k)
             p, ds = _gradient(make(masked), qq, kk, v[...], do[...], numbers)
             p, ds = p.astype(do.dtype), ds.astype(q.dtype)
-            dk_acc[:, at] += dot(call, qq, ds, 1, 1)
-            dv_acc[:, at] += dot(call, do[...], p, 1, 1)
+            products = [(dk_acc, qq, ds), (dv_acc, do[...], p)]
+            # libtpu's schedules are the shortest in these orders.
+            for acc, a, b in reversed(products) if call.device in tpus.WIDE else products:
+                acc[:, at] += dot(call, a, b, 1, 1)
             dq_acc[...] += dot(call, kk, ds, 1, 0)
 
         _visit(call, step, visit)
 
         @pl.when(step.end)
         def end() -> None:
-            dq[...] = rotated.gradient_of_queries(call, tables, step, dq_acc).astype(dq.dtype)
+            found = rotated.queries(call, tables, step, dq_acc, -1) * _factor(call)
+            dq[...] = (found if earlier is None else earlier[...] + found).astype(dq.dtype)
 
         @pl.when(step.last)
         def end_stretch() -> None:
-            rotated.write_gradient_of_keys(call, tables, dk, dk_acc)
+            rotated.write_gradient_of_keys(call, tables, dk, dk_acc, _factor(call))
             dv[...] = call.gain(dv_acc[...]).astype(dv.dtype)
 
     earlier = None if before is None else order.blocks(before, "rn.i")
@@ -437,7 +444,7 @@ def _sum_gradients(
                 operand, everywhere = call.leaves[n], slice(None)
                 places = {"column": block_at(step.i, bq), "row": block_at(step.j, bk)}
                 at = everywhere, places.get(operand.layout, everywhere)
-                out[at] += turn(operand, of_leaves[n].astype(jnp.float32), swapped=False)
+                out[at] += LN2 * turn(operand, of_leaves[n].astype(jnp.float32), swapped=False)
 
         _visit(call, step, visit)
 

@@ -165,8 +165,9 @@ class TileOrder(NamedTuple):
             return Step(r, n, h, i, j, j, table[(line * last[0] + i) * last[1] + j], no, no)
         word, bits = table[line * last[0] + at["t"]], _bits(self.plan)
         i, near = word >> (_FLAGS + bits), word >> _FLAGS & ((1 << bits) - 1)
-        # The last stretch may be shorter.
-        j = jnp.minimum(bounds[0] + near, self.plan.nk - 1)
+        # The last of several stretches may be shorter.
+        j = bounds[0] + near
+        j = near if isinstance(self.start, int) else jnp.minimum(j, self.plan.nk - 1)
         flags = (word & flag != 0 for flag in (_BEGIN, _END))
         return Step(r, n, h, i, j, near, word & _STATE, *flags)
 

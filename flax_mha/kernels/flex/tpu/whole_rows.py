@@ -13,7 +13,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.kernels.call.spec import name_result
 from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.flex.passes import Arrays
-from flax_mha.kernels.flex.tile import FlexCall, Tile
+from flax_mha.kernels.flex.tile import LN2, LOG2E, FlexCall, Tile
 from flax_mha.kernels.flex.tpu.kernels import (
     dot,
     launch,
@@ -113,16 +113,16 @@ def _split(call: FlexCall, q: Any, k: Any, v: Any) -> list[list[jax.Array]]:
 
 
 def _sink(sinks: Any, n: int) -> jax.Array:
-    """Return the sink of a query head, or −∞ if there are none."""
-    return jnp.full((1, 1), -jnp.inf) if sinks is None else _of_head(sinks, n)[...]
+    """Return the sink of a query head in base 2, or −∞ if there are none."""
+    return jnp.full((1, 1), -jnp.inf) if sinks is None else _of_head(sinks, n)[...] * LOG2E
 
 
 def _exponentials(s: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return exp(s − top), its sum with the sink's, and top, for scores of keys × queries."""
+    """Return 2^(s − top), its sum with the sink's, and top, for scores of keys × queries."""
     least = jnp.maximum(sink, softmax.finfo_min(s.dtype))
     top = jnp.maximum(jnp.max(s, 0, keepdims=True), least)
-    p = jnp.exp(s - top)
-    return p, jnp.sum(p, 0, keepdims=True) + jnp.exp(sink - top), top
+    p = jnp.exp2(s - top)
+    return p, jnp.sum(p, 0, keepdims=True) + jnp.exp2(sink - top), top
 
 
 @functools.partial(trees.trace_once, num_static=2)
@@ -143,7 +143,7 @@ def _forward(call: FlexCall, heads: int, x: Arrays) -> tuple[jax.Array, jax.Arra
             product = call.gain(dot(call, p.astype(v.dtype), values[n], 0, 0))
             out[:, _features(n, dims.Hv)] = product.astype(out.dtype)
             if sums is not None:
-                sums[n, 0:1, :], sums[n, 1:2, :] = top, total
+                sums[n, 0:1, :], sums[n, 1:2, :] = top * LN2, total
 
     shape = R, dims.N, 2, T
     of_sums = Shape(shape, jnp.float32) if call.reads_sums else None
@@ -199,20 +199,19 @@ def _backward(call: FlexCall, heads: int, x: Arrays, dout: jax.Array, dtotal: ja
             kept.append(tile.drop(p).astype(do.dtype))
             for operand, ref, d in zip(call.leaves, dleaves, of_leaves, strict=True):
                 if ref is not None:
-                    ref[n] += turn(operand, d.astype(jnp.float32), swapped=True)
+                    ref[n] += LN2 * turn(operand, d.astype(jnp.float32), swapped=True)
             if dsinks is not None:
-                of_sink = softmax.sink_gradient(_sink(sinks, n), top, share, delta)
+                of_sink = -jnp.exp2(_sink(sinks, n) - top) * share * delta
                 dsinks[n] += jnp.sum(of_sink, 1, keepdims=True)
         for head in range(heads):
             of_keys: Any = 0.0
             of_values: Any = 0.0
             for n in range(head * G, (head + 1) * G):
-                dq[:, _features(n, dims.H)] = dot(call, keys[n], dscores[n], 0, 0).T.astype(
-                    dq.dtype
-                )
+                of_queries = LN2 * dot(call, keys[n], dscores[n], 0, 0).T
+                dq[:, _features(n, dims.H)] = of_queries.astype(dq.dtype)
                 of_keys += dot(call, dscores[n], queries[n], 1, 0)
                 of_values += dot(call, kept[n], cotangents[n], 1, 0)
-            dk[:, _features(head, dims.H)] = of_keys.astype(dk.dtype)
+            dk[:, _features(head, dims.H)] = (LN2 * of_keys).astype(dk.dtype)
             dv[:, _features(head, dims.Hv)] = call.gain(of_values).astype(dv.dtype)
 
     def of_heads(operand: Operand, y: jax.Array) -> Any:
