@@ -65,14 +65,27 @@ def test_heads_of_any_width_move_a_cache_once(
 
 
 HALF: Any = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "decode": True}
+SCANNED = MultiHeadAttention(16, **HALF)
 # Layers, and how often they read their cache: chosen blocks need all keys for their means, latents
-# are keys and values.
+# are keys and values, and a scan on GPUs reads and writes its part.
 READS: dict[str, tuple[nn.Module, float]] = {
     "layer of all options": (
         MultiHeadAttention(
             16, num_kv_heads=4, qk_norm=QKNorm("layernorm"), sinks=True, scale="learned",
             gate="head", rotary=Rotary(), **HALF,
         ), 1,
+    ),
+    "int8": (SCANNED.copy(cache=CacheConfig("int8")), 1),
+    "scanned": (Decoder(4, DecoderBlock(SCANNED, 64), scan=True), 1.2),
+    "scanned, grouped": (
+        Decoder(4, DecoderBlock(SCANNED.copy(num_kv_heads=4), 64), scan=True), 2.1,
+    ),
+    "scanned, alternating": (
+        Decoder(
+            4,
+            [DecoderBlock(SCANNED, 64), DecoderBlock(SCANNED.copy(rotary=Rotary()), 64)],
+            scan=True,
+        ), 1.2,
     ),
     "Flax's layer": (MultiHeadDotProductAttention(16, **HALF), 1),
     "chosen blocks": (variants.ChosenBlocksAttention(16, block=64, count=4, **HALF), 1.5),
