@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flax_mha import CacheConfig, MultiHeadAttention, dot_product_attention, masks
-from tests.support.decoding import cache_of
-from tests.support.oracle import random_like
+from tests.support.arrays import random_variables
+from tests.support.decoding import decoded
 
 KEY = jax.random.key(0)
 T, D = 40, 16
@@ -37,7 +37,7 @@ def test_layers_of_one_scan_have_windows_of_their_own() -> None:
         length=len(WINDOWS),
     )()
     windows = jnp.array(WINDOWS)
-    params = random_like(jax.eval_shape(scanned.init, KEY, X, windows))
+    params = random_variables(scanned, X, windows)
 
     def loss(params: Any, x: Any) -> Any:
         return jnp.sin(scanned.apply(params, x, windows)[0]).sum()
@@ -55,20 +55,10 @@ def test_layers_of_one_scan_have_windows_of_their_own() -> None:
 def test_decoding_by_a_traced_window() -> None:
     layer = MultiHeadAttention(2, decode=True)
     whole = layer.clone(decode=False, mask=masks.Causal())
-    params = random_like(jax.eval_shape(whole.init, KEY, X))
-
-    @jax.jit
-    def step(cache: Any, x: Any, left: Any) -> Any:
-        variables = {**params, "cache": cache}
-        return layer.apply(variables, x, mask=masks.Window(left), mutable=["cache"])
-
-    cache, outs = cache_of(layer, X), []
-    for n in (30, *(1,) * 10):
-        start = sum(out.shape[1] for out in outs)
-        out, new = step(cache, X[:, start : start + n], jnp.int32(5))
-        outs, cache = [*outs, out], new["cache"]
+    params = random_variables(whole, X)
+    steps = decoded(layer, params, X, (30, *(1,) * 10), mask=masks.Window(jnp.int32(5)))
     wanted = jax.jit(whole.apply)(params, X, mask=masks.Window(5))
-    np.testing.assert_allclose(jnp.concatenate(outs, 1), wanted, atol=1e-5)
+    np.testing.assert_allclose(steps, wanted, atol=1e-5)
 
 
 def test_ring_buffer_needs_a_number() -> None:

@@ -15,15 +15,15 @@ from flax_mha import MultiHeadAttention, dot_product_attention, masks
 from flax_mha.base.coordinates import tiles_of, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.algebra import resolve
-from tests.support import oracle
+from tests.support.arrays import random_variables
+from tests.support.decoding import decoded
 from tests.support.meshes import KINDS, on
 from tests.support.oracle import error
 
-KEY = jax.random.key(0)
 B, T, N, H = 2, 5, 4, 4
 RNG = np.random.default_rng(0)
 Q, K, V = RNG.normal(size=(3, B, T, N, H)).astype(np.float32)
-X = RNG.normal(size=(B, T, 8)).astype(np.float32)
+X = RNG.normal(size=(B, 7, 8)).astype(np.float32)
 LENGTHS = np.array([3, 5])
 # Row 0 has three tokens: its last queries are fully masked.
 REAL = np.arange(T) < LENGTHS[:, None]
@@ -146,20 +146,8 @@ def test_numeric_masks_on_meshes(kind: str) -> None:
 @pytest.mark.sampled(0.15)
 def test_decoding_with_numeric_mask_of_all_slots() -> None:
     """Each step gets the mask of all slots, which outnumber the tokens."""
-    layer, keep = MultiHeadAttention(2, decode=True), np.float32([1, 0, 1, 1, 1, 1, 1])
-    shapes = jax.eval_shape(layer.init, KEY, np.zeros((B, T + 2, 8), np.float32))
-    params = {"params": oracle.random_like(shapes["params"])}
-    cache = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes["cache"])
-    seen = masks.Causal() & (keep[:T] > 0)
-    full = jax.jit(partial(layer.clone(decode=False).apply, mask=seen))(params, X)
-
-    @jax.jit
-    def step(cache: Any, x: jax.Array, keep: jax.Array) -> Any:
-        return layer.apply({**params, "cache": cache}, x, mask=keep[None], mutable=["cache"])
-
-    outs = []
-    for t in range(T):
-        out, new = step(cache, X[:, t : t + 1], keep)
-        cache = new["cache"]
-        outs.append(out)
-    assert error(np.concatenate(outs, 1), full) < 2e-6
+    layer, keep = MultiHeadAttention(2), np.float32([1, 0, 1, 1, 1, 1, 1])
+    params = random_variables(layer, X)
+    full = jax.jit(partial(layer.apply, mask=masks.Causal() & (keep > 0)))(params, X)
+    steps = decoded(layer.clone(decode=True), params, X, mask=keep[None])
+    assert error(steps, full) < 2e-6

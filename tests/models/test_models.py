@@ -17,7 +17,7 @@ from tests.support.arrays import random_variables
 from tests.support.oracle import error, float64
 
 KEY = jax.random.key(0)
-OUTPUT, GRADIENT = 1e-5, 5e-5  # see test_blocks
+OUTPUT = 1e-5  # see test_blocks
 B, T, S, D, V = 2, 4, 5, 8, 7
 LENGTHS = np.array([3, 5])
 SEEN = (np.arange(S) < LENGTHS[:, None])[:, None, None]

@@ -20,7 +20,7 @@ def cache_of(layer: nn.Module, *inputs: Any, **call: Any) -> Any:
 
 def decoded(
     layer: nn.Module, params: Any, x: Any, steps: Sequence[int] | None = None,
-    memory: Any = None, positions: Any = None,
+    memory: Any = None, positions: Any = None, **call: Any,
 ) -> jax.Array:  # fmt: skip
     """Return the outputs of a layer with decode=True for all of x.
 
@@ -31,20 +31,21 @@ def decoded(
       steps: the number of tokens in each call (default: one each).
       memory: inputs of keys that the first call keeps for the others, for cross-attention.
       positions: the tokens' positions [T].
+      call: more arguments of every call, traced.
     """
 
     @jax.jit
-    def step(cache: Any, x: Any, kv: Any, where: Any) -> Any:
-        more = {} if where is None else {"positions": where}
-        return layer.apply({**params, "cache": cache}, x, kv=kv, **more, mutable=["cache"])
+    def step(cache: Any, x: Any, kv: Any, call: Any) -> Any:
+        return layer.apply({**params, "cache": cache}, x, kv=kv, **call, mutable=["cache"])
 
     x = np.asarray(x)
     encoded = None if memory is None else Encoded(memory)
     cache, outs, at = cache_of(layer, x, kv=encoded), [], 0
     for count in steps or (1,) * x.shape[-2]:
         part = slice(at, at + count)
-        where = None if positions is None else np.asarray(positions)[part]
-        out, new = step(cache, x[..., part, :], encoded if at == 0 else None, where)
+        if positions is not None:
+            call["positions"] = np.asarray(positions)[part]
+        out, new = step(cache, x[..., part, :], encoded if at == 0 else None, call)
         cache, at = new["cache"], at + count
         outs.append(out)
     return jax.device_put(np.concatenate(outs, -2))

@@ -337,14 +337,3 @@ def rotary(
         z = (y[..., real] + 1j * y[..., imaginary]) * turn
         y[..., real], y[..., imaginary] = z.real, z.imag
     return y
-
-
-def patchify(images: Array, h: int, w: int) -> Array:
-    """Convert [B, height, width, C] to one row of h·w·C numbers per patch, cut one by one."""
-    B, height, width, _ = images.shape
-    patches = [
-        images[:, top : top + h, left : left + w].reshape(B, -1)
-        for top in range(0, height, h)
-        for left in range(0, width, w)
-    ]
-    return np.stack(patches, axis=1)

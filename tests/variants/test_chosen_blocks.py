@@ -16,7 +16,6 @@ from tests.support.layer_checks import drawn
 from tests.support.oracle import error, float64
 
 N, K, H, D, T, BLOCK = 4, 2, 6, 16, 22, 4
-KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
 
 
@@ -118,22 +117,17 @@ def test_top_blocks_are_the_best_and_the_query_block() -> None:
     np.testing.assert_array_equal(np.sort(later.masks[1].blocks)[0], [[0, 2], [2, 3]])
 
 
+ONES = np.ones((2, 2), np.float32)
+
+
 @pytest.mark.parametrize(
     ("scores", "given", "words"),
     [
         (np.ones((2, 2), int), {}, "scores must be floating point"),
-        (np.ones((2, 2), np.float32), {"count": 0}, "count must be at least 1"),
-        (
-            np.ones((2, 2), np.float32),
-            {"query_block": 4, "key_block": 2},
-            "count must be at least 2",
-        ),
-        (
-            np.ones((2, 2), np.float32),
-            {"query_block": 1, "positions": [1]},
-            r"positions must have shape \[nq\]",
-        ),
-        (np.ones((2, 2), np.float32), {"visible": np.ones((3, 2), bool)}, "visible must broadcast"),
+        (ONES, {"count": 0}, "count must be at least 1"),
+        (ONES, {"query_block": 4, "key_block": 2}, "count must be at least 2"),
+        (ONES, {"query_block": 1, "positions": [1]}, r"positions must have shape \[nq\]"),
+        (ONES, {"visible": np.ones((3, 2), bool)}, "visible must broadcast"),
     ],
 )
 def test_invalid_block_scores_raise(scores: Any, given: dict[str, Any], words: str) -> None:

@@ -9,12 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import CacheConfig, QKNorm, masks, sharding, variants
+from flax_mha import (
+    CacheConfig,
+    Decoder,
+    DecoderBlock,
+    Encoder,
+    EncoderBlock,
+    LanguageModel,
+    QKNorm,
+    generate,
+    masks,
+    sharding,
+    variants,
+)  # fmt: skip
+from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from flax_mha.scores import Relative
-from tests.support.decoding import decoded
-from tests.support.layer_checks import check_generation, check_on_mesh, check_under_scan, drawn
-from tests.support.meshes import EIGHT
+from tests.support.arrays import random_variables
+from tests.support.decoding import cache_of, decoded, greedy
+from tests.support.layer_checks import drawn
+from tests.support.meshes import EIGHT, on
 from tests.support.oracle import error
 
 N, K, H, D, T = 4, 2, 6, 16, 10
@@ -68,7 +82,24 @@ def test_steps_match_the_full_forward(
 def test_meshes_match_one_device(name: str, rules: Any, kind: str) -> None:
     x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
     heads = {} if name == "MultiHeadLatent" else {"num_kv_heads": 4}
-    check_on_mesh(layer(name, **heads), x, kind, rules, decodes=name not in list(FIELDS)[:2])
+    module, decodes = layer(name, **heads), name not in list(FIELDS)[:2]
+    params, cached = random_variables(module, x), module.clone(decode=True)
+    cache = cache_of(cached, x) if decodes else None
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(module.apply(params, x)))
+
+    def run(params: Any, cache: Any, x: jax.Array) -> Any:
+        state = {**params, "cache": cache}
+        step = cached.apply(state, x, mutable="cache")[0] if decodes else None
+        return jax.grad(loss)(params, x), step
+
+    expected = jax.jit(run)(params, cache, x)
+    with on(kind, rules):
+        actual = jax.jit(run)(params, cache, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, expected
+    )
 
 
 @pytest.mark.sampled(0.06)
@@ -94,10 +125,18 @@ def test_tokens_of_other_documents_and_later_tokens_change_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_scanned_stacks_match_unrolled_ones(name: str) -> None:
-    """With ragged rows and a mask of heads."""
-    head_mask = np.array([1.0, 0.0, 0.5, 1.0], np.float32)
-    own = layer(name, use_bias=True)
-    whole, params = check_under_scan(own, X, lengths=np.array([T, 4]), head_mask=head_mask)
+    """With remat, ragged rows and a mask of heads."""
+    call = {"lengths": np.array([T, 4]), "head_mask": np.array([1.0, 0.0, 0.5, 1.0], np.float32)}
+    loop, scan = (
+        Encoder(2, EncoderBlock(layer(name), 24, remat=scan), scan=scan) for scan in (False, True)
+    )
+    params = random_variables(loop, X)
+    rest = params["params"].copy()
+    layers = [rest.pop(f"layers_{i}") for i in range(2)]
+    together = rest | {"layers": jax.tree.map(lambda *x: np.stack(x), *layers)}
+    whole = jax.jit(loop.apply)
+    scanned = jax.jit(scan.apply)({"params": together}, X, **call)
+    assert error(scanned, np.asarray(whole(params, X, **call))) < 1e-5
     bad = np.where(np.arange(T)[:, None] < 4, X, np.nan)
     assert np.isfinite(whole(params, bad, lengths=np.array([4, 4]))).all()
 
@@ -106,7 +145,13 @@ def test_scanned_stacks_match_unrolled_ones(name: str) -> None:
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("name", ["Forgetting", "MultiHeadLatent", "TalkingHeads"])
 def test_models_generate_like_full_forwards(name: str, scan: bool) -> None:
-    check_generation(layer(name, mask=None), D, scan, norm="rmsnorm", gated=True)
+    block = DecoderBlock(layer(name, mask=None), 24, remat=scan, norm="rmsnorm", gated=True)
+    model = LanguageModel(TokenEmbedding(40, D), Decoder(2, block, scan=scan))
+    tokens = np.random.default_rng(2).integers(0, 40, (2, 4))
+    params = random_variables(model, tokens)
+    actual = generate(model, params, tokens, max_new_tokens=4).tokens
+    expected = greedy(functools.partial(model.apply, params), tokens, 4)
+    np.testing.assert_array_equal(actual, expected)
 
 
 RELATIVE = {"scores": (Relative(max_distance=2),)}

@@ -16,7 +16,6 @@ from tests.support.layer_checks import check_gradients, drawn
 from tests.support.oracle import einsum, error, float64
 
 N, K, H, D, T = 4, 2, 6, 16, 10
-KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
 
 
@@ -155,7 +154,7 @@ def test_lengths_order_norms_and_gates() -> None:
     cached = module.clone(decode=True)
     step = jax.jit(functools.partial(cached.apply, mutable="cache"))
     cache = cache_of(cached, X)
-    first, cache = step({**params, **{"cache": cache}}, bad[:, :8], lengths=np.array([8, 6]))
+    first, cache = step({**params, "cache": cache}, bad[:, :8], lengths=np.array([8, 6]))
     second, _ = step({**params, **cache}, X[:, [8, 6]][:, :1], lengths=np.array([1, 1]))
     assert error(first[1, :6], whole[1, :6]) < 1e-5
     assert error(second[0, 0], whole[0, 8]) < 1e-5

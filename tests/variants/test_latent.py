@@ -11,7 +11,7 @@ from flax_mha import CacheConfig, masks
 from flax_mha.positions import Rotary
 from flax_mha.variants import MultiHeadLatentAttention
 from tests.support import oracle
-from tests.support.decoding import cache_of
+from tests.support.decoding import decoded
 from tests.support.layer_checks import drawn
 from tests.support.oracle import error, float64
 
@@ -71,9 +71,7 @@ def test_options_and_cache_dtypes(cache: str) -> None:
     bias = params["params"]["out"]["bias"]
     np.testing.assert_array_equal(out[1, 6:], np.broadcast_to(bias, (T - 6, D)))
     cached = module.clone(decode=True, cache=CacheConfig(dtype=cache))
-    held = cache_of(cached, X)
-    step = jax.jit(functools.partial(cached.apply, mutable="cache"))
-    found, _ = step({**params, "cache": held}, X, **call)
+    found = decoded(cached, params, X, (T,), **call)
     assert error(found, out) < {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.03}[cache]
 
 
