@@ -140,7 +140,7 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any, linear: bool = False) -
       linear: True for a product: the backward pass keeps its arguments, no sharded or cast copies.
     """
     mesh = shard_map.ambient_mesh()
-    if linear and is_traced(args):
+    if linear and mesh.size > 1 and is_traced(args):
         return jax.checkpoint(Partial(auto, fn, names), prevent_cse=False)(*args)
 
     def run(*args: Any) -> Any:
