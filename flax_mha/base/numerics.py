@@ -86,7 +86,7 @@ def _widened_jvp(x: tuple[jax.Array], tangent: tuple[jax.Array]) -> tuple[jax.Ar
 
 def _wide_tangent(x: jax.Array) -> jax.Array:
     """Widen a tangent to float32 at least, so that its transpose is summed before it is rounded."""
-    if x.dtype == wide(x.dtype):
+    if x.dtype == wide(x.dtype) and jax.sharding.get_abstract_mesh().size > 1:
         # XLA sums gradients over devices at once only if nothing stands between them.
         return x
     bits = jnp.finfo(x.dtype)
