@@ -142,7 +142,9 @@ def test_chips_add_up_in_float32(name: str, chip: str, half: str, optimized: Non
                 assert not (is_half and summed >= ROWS * sums[0].size), x
 
 
-def program(function: Callable[..., Any], arrays: Any, axis: int, kind: str) -> hlo.Module:
+def program(
+    function: Callable[..., Any], arrays: Any, axis: int, kind: str, whole: Any = ()
+) -> hlo.Module:
     """Return the program of a function of arrays, sharded along an axis over 8 GPUs.
 
     Args:
@@ -150,19 +152,21 @@ def program(function: Callable[..., Any], arrays: Any, axis: int, kind: str) -> 
       arrays: trees of arrays, which divide over the devices along the axis or lie on all.
       axis: 0 for the axis that the rules call "batch", 1 for "length".
       kind: the kind of the mesh's axis.
+      whole: trees of arrays that lie on all devices, the first arguments of the function.
     """
     if reason := gpus.lacking():
         pytest.skip(reason)
     mesh = Mesh(np.array(gpus.of("h200", 8)), ("x",), axis_types=(KINDS[kind],))
     rules = dict.fromkeys(dict(sharding.RULES)) | {("batch", "length")[axis]: "x"}
 
-    def place(x: jax.Array) -> jax.ShapeDtypeStruct:
+    def place(x: jax.Array, is_whole: bool = False) -> jax.ShapeDtypeStruct:
         divides = x.ndim > axis and x.shape[axis] % mesh.size == 0
-        spec = P(*[None] * axis, "x") if divides else P()
+        spec = P(*[None] * axis, "x") if divides and not is_whole else P()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     with jax.set_mesh(mesh), nn.logical_axis_rules(tuple(rules.items())):
-        text, _ = compiled.dumped(jax.jit(function).lower(*jax.tree.map(place, arrays)))
+        given = *jax.tree.map(partial(place, is_whole=True), whole), *jax.tree.map(place, arrays)
+        text, _ = compiled.dumped(jax.jit(function).lower(*given))
     return hlo.Module(text)
 
 
@@ -193,8 +197,8 @@ def test_xla_adds_no_loop(name: str, axis: int, kind: str, optimized: None) -> N
         pytest.skip("an image has no axis of tokens")
     else:
         params, function = gradient(entry, "bfloat16", "float32")
-        whole, arrays = [params, jnp.asarray(ONE)], entry.arrays(8, "bfloat16")
-        assert not loops(function, [*whole, *arrays], axis, kind)
+        arrays = entry.arrays(8, "bfloat16")
+        assert not loops(function, arrays, axis, kind, (params, jnp.asarray(ONE)))
 
 
 @pytest.mark.sampled(0)
