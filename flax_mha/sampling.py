@@ -133,6 +133,8 @@ def _fewest(logits: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> j
 
         def step(i: jax.Array, x: jax.Array) -> jax.Array:
             unit = jnp.ones_like(x) << (width * (steps - 1 - i)).astype(x.dtype)
+            if width == 1:
+                return jnp.where(holds(x + unit), x + unit, x)
             digits = jnp.arange(1, 2**width, dtype=x.dtype)
             held = jax.vmap(lambda digit: holds(x + digit * unit))(digits)
             return x + held.sum(0, dtype=x.dtype) * unit
