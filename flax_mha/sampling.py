@@ -66,7 +66,7 @@ def _limit(is_kept: Callable[..., jax.Array], logits: jax.Array, most: Any) -> j
     def limit(logits: jax.Array, most: Any) -> jax.Array:
         # If devices shared the tokens, each step of a search would wait for a sum of all devices.
         whole = sharding.constrain(logits, (None,))
-        # On one axis, or XLA would gather with the rows last, and copy in each step.
+        # Flattened, because XLA would gather it transposed, and transpose it back in each step.
         flat = whole.reshape(*whole.shape[:-2], -1)
         whole = lax.optimization_barrier(flat).reshape(whole.shape)
         kept = is_kept(whole, most)
@@ -125,7 +125,7 @@ def _fewest(logits: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> j
     """
     _, ranks = _ordered(logits)
     index = _indices(ranks)
-    # GPUs wait for each step, so they take four bits in one.
+    # On GPUs each step starts several kernels, so it decides four bits.
     width = 4 if sharding.platform() == "gpu" else 1
 
     def largest(bits: int, start: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:

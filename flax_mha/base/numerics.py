@@ -87,7 +87,8 @@ def _widened_jvp(x: tuple[jax.Array], tangent: tuple[jax.Array]) -> tuple[jax.Ar
 def _wide_tangent(x: jax.Array) -> jax.Array:
     """Widen a tangent to float32 at least, so that its transpose is summed before it is rounded."""
     if x.dtype == wide(x.dtype) and jax.sharding.get_abstract_mesh().size > 1:
-        # XLA sums gradients over devices at once only if nothing stands between them.
+        # XLA sums gradients over devices at once only if nothing stands between them. On one chip
+        # a rounding that changes nothing makes programs shorter.
         return x
     bits = jnp.finfo(x.dtype)
     # XLA for TPUs sums in the type that the sum is cast to, even across an optimization barrier.

@@ -81,9 +81,9 @@ def project_heads(
         q: Any = None if has_gate else p["query"](x_q)
         k = v = None
         if "key" in p and x_k is not None and x_v is not None:
-            # Biases, rotations and norms read slices of merged products at no cost.
-            is_sliced = not settings.use_bias and settings.rotary is settings.qk_norm is None
-            if is_sliced and not has_gate:
+            # If a bias, a rotation or a norm follows, it reads merged products at no extra cost.
+            is_plain = settings.rotary is None and settings.qk_norm is None
+            if is_plain and not (settings.use_bias or has_gate):
                 x_k, x_v = products.unmerged(x_k, x_v, q, settings.num_kv_heads or q.shape[-2])
             k, v = p["key"](x_k), p["value"](x_v)
         if has_gate:

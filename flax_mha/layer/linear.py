@@ -69,6 +69,7 @@ class Linear(NamedTuple):
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
             form = self.names, self.rows, self.contracted
+            # Cast here, so that the backward pass keeps the kernel itself.
             kernel = kernel.astype(x.dtype)
             return _plus(products.product(parallel, multiply, *form, x, kernel), bias, flat)
 

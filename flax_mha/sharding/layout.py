@@ -137,7 +137,8 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any, linear: bool = False) -
       names: the logical names of the result, in a tree like the result. Axes without a rule follow
         the first array.
       *args: trees of arrays.
-      linear: True for a product: the backward pass keeps its arguments, no sharded or cast copies.
+      linear: True if fn is a product. The backward pass then keeps the arguments themselves, no
+        sharded or cast copies of them.
     """
     mesh = shard_map.ambient_mesh()
     if linear and mesh.size > 1 and is_traced(args):

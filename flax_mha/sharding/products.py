@@ -99,16 +99,17 @@ def joined(*inputs: jax.Array | None) -> tuple[Any, ...]:
 def unmerged(
     x_k: jax.Array, x_v: jax.Array, q: jax.Array, heads: int
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return the inputs of keys and values, such that XLA for GPUs does not merge their products.
+    """Return the inputs of keys and values, so that XLA for GPUs does not merge their products.
 
-    Below 32 MiB, XLA merges the products of one input, and copies slices of the result. Apart, they
-    move less if heads are not sharded and have at least half as many features as the input.
+    XLA merges products of one input that take at most 32 MiB each, and copies slices of the result.
+    From 8 MiB on, separate products move less, if heads are not sharded and have at least half as
+    many features as the input.
 
     Args:
       x_k: [*B, S, D].
       x_v: [*B, S, D].
-      q: the product with the kernel of queries [*B, T, N, H].
-      heads: the number of heads of keys.
+      q: the queries [*B, T, N, H].
+      heads: the number of key/value heads.
     """
     mesh, features = jax.sharding.get_abstract_mesh(), heads * q.shape[-1]
     size = x_k.size // x_k.shape[-1] * features // (mesh.size or 1)

@@ -66,8 +66,8 @@ def test_heads_of_any_width_move_a_cache_once(
 
 HALF: Any = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "decode": True}
 SCANNED = MultiHeadAttention(16, **HALF)
-# Layers, and how often they read their cache: chosen blocks need all keys for their means, latents
-# are keys and values, and a scan on GPUs reads and writes its part.
+# Layers, and how often they read their cache. Chosen blocks need all keys for their means, latents
+# are both keys and values, and a scan on GPUs reads and writes its part.
 READS: dict[str, tuple[nn.Module, float]] = {
     "layer of all options": (
         MultiHeadAttention(

@@ -317,5 +317,7 @@ def test_equal_fields_share_a_definition_and_sizes_are_read_only() -> None:
     defaults = {"kernel": "auto", "dropout_rate": 0.0, "decode": False, "num_kv_heads": N}
     layer = make()
     assert nnx.graphdef(make(**defaults)) == nnx.graphdef(layer)
+    layer.decode = True
+    assert nnx.graphdef(make(decode=True)) == nnx.graphdef(layer) != nnx.graphdef(make())
     with pytest.raises(AttributeError, match="num_heads"):
         layer.num_heads = 4
